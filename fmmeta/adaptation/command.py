@@ -48,7 +48,7 @@ from fmmeta.learners.load import describe, load_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
-from fmmeta.tasks.data.files import ENDINGS, ending, files_of, stem
+from fmmeta.tasks.data.files import ENDINGS, TEXTS, ending, files_of, stem
 from fmmeta.tasks.data.images import EncodedImage
 from fmmeta.tasks.data.rows import Examples, Table, prefixed
 from fmmeta.tasks.data.splits import few
@@ -218,7 +218,9 @@ def adapt_many(
     """
     launch, output = Launch.from_env(os.environ), Path(settings.output_dir or "")
     if supports is None:
-        sources = sorted((stem(path), str(path)) for path in files_of(Path(settings.support)))
+        folder = Path(settings.support)
+        texts = [path for path in folder.iterdir() if path.suffix in TEXTS and path.is_file()]
+        sources = sorted((stem(path), str(path)) for path in files_of(folder) or texts)
     else:
         sources = [*supports.items()]
     refuse_first(
@@ -336,7 +338,7 @@ def check_source(name: str, source: str | Examples, files: int, folder: str) -> 
     )
     if isinstance(source, str):
         file = inside(Path(folder), Path(source)) if folder else Path(source)
-        if not file.is_file() or not ending(file):
+        if not file.is_file() or not (ending(file) or file.suffix in TEXTS):
             raise UsageError(
                 f"support={source} is no {', '.join(ENDINGS)} file (.gz too), or is not there; restore it, or"
                 " give another"

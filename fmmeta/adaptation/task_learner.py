@@ -41,7 +41,7 @@ from fmmeta.parallel.workers.base import PassStats, all_finite
 from fmmeta.reliability.checks import rising_loss
 from fmmeta.tasks.augment import sample_support
 from fmmeta.tasks.batching import Episode, Example, batches_of_step
-from fmmeta.tasks.data.columns import Row, refuse
+from fmmeta.tasks.data.columns import Row, column_like, refuse
 from fmmeta.tasks.data.encode import RowEncoder, answer_without_room, full_rows
 from fmmeta.tasks.data.files import TEXTS, read_file
 from fmmeta.tasks.data.rows import Examples, Table, label_texts, rows_in_memory, tabulate
@@ -91,13 +91,17 @@ def read_task(
         rows = [Row({"text": row.values["text"]}, row.origin)]
     else:
         rows = read_file(Path(name)) if isinstance(source, str) else rows_in_memory(source, config, name)
+    parts = {str(row.values.get(str(column_like("document", row.values)))) for row in rows}
+    if config.learner.ordered and (setting == "query" or len(parts) > 1):
+        what = "a document has no answers" if setting == "query" else f"it has {len(parts)} documents"
+        raise UsageError(f"{setting}={name}: {what}, and one is learned; give a file of one as --support")
     table = tabulate(
         name,
         rows,
         config,
         lambda text: notice(f"{name}: {text}"),
         one_task=True,
-        unique=setting == "support",
+        unique=setting == "support" and not config.learner.ordered,
         tokenizer=tokenizer,
         setting=setting,
     )
@@ -235,6 +239,8 @@ class TaskLearner:
         examples = encode(task.table.rows(kind), facts)
         if self.config.learner.ordered:  # the rows are parts of one document
             ids = [token for one in examples for token in one.input_ids]
+            if len(ids) < 2:
+                raise UsageError(f"support={name} has {counted(len(ids), 'token')}; give a longer document")
             examples = chunked(ids, self.config, 0, len(ids))
             return Encoded(task, examples, len(examples))
         if message := full_rows(self.config, [len(one.input_ids) for one in examples]):
@@ -274,6 +280,8 @@ class TaskLearner:
                     f"{one.task.name or 'document'}: loss {passes[0].loss:.3g} of the first chunk,"
                     f" {loss:.3g} of {counted(one.steps, 'chunk')}, each before its step"
                 )
+                if warning := rising_loss(self.config, passes[0].loss, last.loss, one.steps):
+                    self.progress.notice(Warn(warning))
             elif has_inner_loop(self.method):
                 self._log_support(one, passes[0], last)
             yield one

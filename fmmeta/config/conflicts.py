@@ -110,6 +110,7 @@ def problems(c: Any) -> Iterator[str]:
     """One line for each setting without effect and each conflict."""
     yield from without_effect(c)
     for conflicts in (
+        of_stream(c) if c.learner.ordered else [],
         of_run(c),
         of_data(c),
         of_algorithm(c),
@@ -117,7 +118,6 @@ def problems(c: Any) -> Iterator[str]:
         of_inner_loop(c),
         of_outer_step(c),
         [] if c.learner.plain else of_own_rows(c),
-        of_stream(c) if c.learner.ordered else [],
         of_several_tasks(c) if c.tasks_per_pass != "1" else [],
     ):
         yield from (text for is_there, text in conflicts if is_there)
@@ -399,7 +399,7 @@ def of_stream(c: Any) -> Conflicts:
             " steps and not by a query set; use ttt, reptile, joint or none",
         ),
         (
-            c.inner_steps not in (0, c.chunks),
+            c.inner_steps != c.chunks,
             f"inner_steps={c.inner_steps} with chunks={c.chunks}: a step learns from one chunk; leave"
             " inner_steps out",
         ),

@@ -322,7 +322,7 @@ class TaskConfig(RowConfig):
     chunk: int = setting(
         None,
         "Streams: tokens that an inner step learns, in the order of the document",
-        least=1,
+        least=2,
         open=256,
         remembered=True,
         of="ordered",
@@ -330,7 +330,7 @@ class TaskConfig(RowConfig):
     context: int = setting(
         None,
         "Streams: tokens before each chunk that the model sees and takes no loss on",
-        least=0,
+        least=2,
         open=256,
         remembered=True,
         of="ordered",

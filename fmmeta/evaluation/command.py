@@ -52,6 +52,7 @@ from fmmeta.evaluation.streams import stream_score
 from fmmeta.learners.files import base_model_name, remembered, trained_with, weights_state
 from fmmeta.learners.load import describe, empty_learner, suggest_chat
 from fmmeta.meta.algorithms.ttt import OnlineLoop
+from fmmeta.meta.inner_loop import InnerResult
 from fmmeta.metrics.own import find_metrics
 from fmmeta.metrics.scores import EpisodeScore, summary
 from fmmeta.parallel.layout import Launch
@@ -409,8 +410,10 @@ class EvaluatedModel:
         def score(slot: int, task: Task, episode: Episode) -> EpisodeScore:
             if isinstance(inner, OnlineLoop):
                 passes = inner.scores_by_chunk(worker, theta, episode, learns)
-                draw = episodes.source.draw(task)
-                return stream_score(slot, task, draw, passes, self.inputs.tokenizer)
+                if learns:
+                    losses.add(worker, InnerResult(None, passes), episode.support)
+                stretch: Any = episodes.source.draw(task)
+                return stream_score(slot, task, stretch, passes, self.inputs.tokenizer)
             if learns:
                 losses.add(worker, inner.adapt(worker, theta, episode.support), episode.support)
             found, draw = query_score(worker, slot, task, episode.query, has_classes), episodes.source.draw

@@ -71,13 +71,16 @@ MODEL_FILES = (  # that an output may not replace in a model's folder
 )
 SPLIT_FILES = ("class_splits.json", "task_splits.json")
 EVAL_SPLITS = ("train", "valid", "test")
-BELONG_TO = {  # stored settings that are not used with another inner optimizer, or with other adapters
+BELONG_TO = {  # stored settings that are not used with another value of a setting
     "inner_optimizer": {
         "inner_lr",
         "inner_momentum",
         "inner_epsilon",
         "inner_weight_decay",
     },
+    "chunks": {"inner_steps"},
+    "chunk": {"max_length"},
+    "context": {"max_length"},
     "lora_r": {"lora_alpha", "lora_target_modules", "peft_config", "freeze"},
     "peft_config": {"lora_r", "lora_alpha", "lora_target_modules", "freeze"},
 }

@@ -9,7 +9,7 @@ from fmmeta.metrics.scores import EpisodeScore
 from fmmeta.parallel.workers.base import PassStats
 from fmmeta.tasks.batching import IGNORE
 from fmmeta.tasks.schedule.meta_batches import Task
-from fmmeta.tasks.sources.base import Draw
+from fmmeta.tasks.sources.stream import Stretch
 from fmmeta.training.scoring import score_of
 
 POSITIONS = (0, 256, 1024, 4096, 16384)
@@ -17,7 +17,7 @@ POSITIONS = (0, 256, 1024, 4096, 16384)
 
 
 def stream_score(
-    slot: int, task: Task, draw: Draw, passes: Sequence[PassStats], tokenizer: Any
+    slot: int, task: Task, draw: Stretch, passes: Sequence[PassStats], tokenizer: Any
 ) -> EpisodeScore:
     """The score of a stretch. passes: over each of its chunks, before the step on it. tokenizer: its tokens
     as texts have the bytes. Local.
@@ -25,14 +25,13 @@ def stream_score(
     metrics: `bits_per_byte`, and `bits_per_byte_from_P` of the chunks that begin at position P or later, up
     to the next of POSITIONS.
     """
-    ranges, position = dict[str, list[tuple[float, int]]](), 0
-    for row, one in zip(draw.read().support, passes, strict=True):
+    ranges = dict[str, list[tuple[float, int]]]()
+    for number, (row, one) in enumerate(zip(draw.read().support, passes, strict=True)):
         tokens = [label for label in row.labels if label != IGNORE]
-        begin = max(begin for begin in POSITIONS if begin <= position)
+        begin = max(begin for begin in POSITIONS if begin <= number * draw.config.chunk)
         bits = one.loss * len(tokens) / math.log(2)
         for name in ("bits_per_byte", f"bits_per_byte_from_{begin}"):
             ranges.setdefault(name, []).append((bits, len(tokenizer.decode(tokens).encode())))
-        position += len(tokens)
     metrics = {
         name: sum(bits for bits, _ in parts) / sum(size for _, size in parts)
         for name, parts in ranges.items()

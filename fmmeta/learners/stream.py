@@ -13,7 +13,7 @@ from fmmeta.config.settings import Config
 from fmmeta.learners.base import RowLosses
 from fmmeta.learners.causal_lm import CausalLearner
 from fmmeta.tasks.batching import IGNORE, Example, MicroBatch
-from fmmeta.tasks.data.columns import Row, RowReader, cell, pick
+from fmmeta.tasks.data.columns import Row, RowReader, cell, column_like, pick
 from fmmeta.tasks.data.encode import plain_tokens
 
 
@@ -31,7 +31,8 @@ class StreamLearner(CausalLearner):
         def read(row: Row) -> dict[str, str]:
             return {"text": cell(row, column), "rest": ""}
 
-        return RowReader(read, (column,))
+        named = column_like("document", columns)
+        return RowReader(read, (column, *([named] if named else [])))
 
     def summed(self, losses: Tensor, wrong: Tensor, labels: Tensor) -> RowLosses:
         """Each token is an answer."""

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,17 +16,19 @@ import fmmeta
 from fmmeta import MetaTrainer, Tasks
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
+from fmmeta.evaluation.streams import stream_score
 from fmmeta.learners.base import Learner
 from fmmeta.learners.load import describe, load_tokenizer
 from fmmeta.learners.lora import inject
 from fmmeta.learners.stream import StreamLearner
 from fmmeta.meta.reference import set_loss
 from fmmeta.parallel.costs import passes
+from fmmeta.parallel.workers.base import PassStats
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.tasks.sources.stream import chunked
+from fmmeta.tasks.sources.stream import Stretch, chunked
 from harness.fork_server import ROOT, environment
 from tests.support.learners import (
     RuleOn,
@@ -237,6 +240,41 @@ def test_files_rows_and_parts_are_documents(folder):
     assert {length for one in sources.of_split.values() for length in one.lengths} == {2 * 61}
 
 
+def test_rows_have_a_document_a_name_or_a_hash(folder):
+    """Parts may be equal; whole documents may not, and an empty one is none."""
+    twice = [long_text(number) for number in (0, 1, 2, 2)]
+    rows = [{"text": text, "document": None} for text in twice]
+    rows += [{"text": "again and again", "document": "parts", "task": "code"}] * 3
+    rows += [{"text": "", "document": None}, {"text": "word " * 9, "document": None}]
+    rows += [{"text": "word " * 9, "document": None}]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    notices = list[str]()
+    sources = sources_of(folder / "rows.jsonl", notices)
+    lengths = {
+        name: length
+        for one in sources.of_split.values()
+        for name, length in zip(one.items.names, one.lengths, strict=True)
+    }
+    assert lengths["parts"] == 3 * len("again and again")
+    assert len(lengths) == 5
+    text = "\n".join(notices)
+    check_text(text, "2 documents whose lines are mostly in earlier ones", "1 document without a text")
+    assert "are not read" not in text
+
+
+def test_positions_are_those_of_chunks():
+    """The first token of a document has no loss, and the second chunk begins at its place all the same."""
+    config = config_of(chunk=256, context=16, chunks=2)
+    stats = [torch.tensor([loss, 0.0, 1.0, 0.0], dtype=torch.float64) for loss in (2.0, 1.0)]
+    store = SimpleNamespace(input_ids=lambda row: [65 + 3] * 512)
+    draw = Stretch(episode().task, [], [], store=store, rows=np.array([0]), begin=0, config=config)
+    tokenizer = SimpleNamespace(decode=lambda tokens: "a" * len(tokens))
+    score = stream_score(0, draw.task, draw, [PassStats(one) for one in stats], tokenizer)
+    assert score.metrics["bits_per_byte_from_0"] == pytest.approx(2 / np.log(2))
+    assert score.metrics["bits_per_byte_from_256"] == pytest.approx(1 / np.log(2))
+    assert score.loss == 1.5
+
+
 def test_documents_are_given_in_python(folder, tmp_path):
     texts = [{"text": long_text(number)} for number in range(5)]
     run = {"outer_steps": 1, "eval_episodes": 0, "meta_batch_size": 1, "output_dir": str(tmp_path / "run")}
@@ -364,9 +402,30 @@ def test_adapt_turns_a_document_into_a_folder(trained, capsys):
         torch.testing.assert_close(one.detach(), weights[name], atol=1e-5, rtol=1e-4)
 
 
+def test_a_folder_of_documents_is_adapted_to_one_by_one(trained, tmp_path):
+    model = str(trained / "run" / "model")
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"a document {name} of its own " * 3)
+    words = ["--model_name_or_path", model, "--support", str(tmp_path / "texts"), "--lora_r", "2"]
+    assert exit_code(["adapt", *words, "--output_dir", str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"a", "b"}
+
+
+def test_a_stored_number_of_steps_follows_the_chunks(trained, tmp_path):
+    model = str(trained / "run" / "model")
+    words = ["--model_name_or_path", model, "--dataset", "ciphers", "--episodes", "1", "--chunks", "6"]
+    assert exit_code(["evaluate", *words, "--context", "12", "--output", str(tmp_path / "r.json")]) == 0
+
+
 def test_commands_for_rows_refuse_documents_in_one_line(trained, tmp_path, capsys):
     model = str(trained / "run" / "model")
-    for words, part in (
+    words = ["adapt", "--model_name_or_path", model]
+    adapt = [*words, "--output_dir", str(tmp_path / "o"), "--support"]
+    (trained / "short.txt").write_text("x")
+    rows = [{"text": "a b c d e", "document": name} for name in "ab"]
+    (trained / "two.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for given, part in (
         (["predict", "--model_name_or_path", model, "--input", str(trained / "a.txt")], "have no answers"),
         (["tune", "--model_name_or_path", model, "--dataset", "ciphers"], "each chunk once"),
         (["inspect", "--task_type", "stream", "--dataset", "ciphers"], "no rows to show"),
@@ -374,8 +433,12 @@ def test_commands_for_rows_refuse_documents_in_one_line(trained, tmp_path, capsy
             ["adapt", "--support", str(trained / "a.txt"), "--output_dir", str(tmp_path / "o")],
             "is a document",
         ),
+        ([*adapt, str(trained / "a.txt"), "--query", str(trained / "two.jsonl")], "has no answers"),
+        ([*adapt, str(trained / "two.jsonl")], "it has 2 documents"),
+        ([*adapt, str(trained / "short.txt")], "give a longer document"),
+        (["evaluate", *words[1:], "--dataset", "ciphers", "--inner_steps", "0"], "inner_steps=0 with chunks"),
     ):
-        assert exit_code(words) == 2
+        assert exit_code(given) == 2
         check_message(capsys.readouterr().err, part)
 
 

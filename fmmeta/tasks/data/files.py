@@ -65,7 +65,7 @@ def files_of(folder: Path) -> list[Path]:
 
 def stem(path: Path) -> str:
     """The name of a data file without its ending."""
-    return path.name.removesuffix(".gz").removesuffix(str(ending(path)))
+    return path.name.removesuffix(".gz").removesuffix(ending(path) or path.suffix)
 
 
 def read_file(path: Path, bad: Bad = refuse, most_gib: float | None = None) -> list[Row]:

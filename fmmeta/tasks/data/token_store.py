@@ -210,7 +210,9 @@ def tables(
     bad = refuse if config.on_bad_task == "raise" else errors.append
     rows = iter(read(bad))
     while part := [*islice(rows, CHUNK)]:
-        tabulator = tabulator or Tabulator(name, columns_of(part), config, bad, one_task, tokenizer=tokenizer)
+        tabulator = tabulator or Tabulator(
+            name, columns_of(part), config, bad, one_task, not config.learner.ordered, tokenizer
+        )
         yield tabulator.add(part)
     count = len(errors) + (tabulator.count - tabulator.wrong if tabulator else 0)
     facts["notes"] = [f"{check_errors(name, errors, count, config)}; left out"] if errors else []

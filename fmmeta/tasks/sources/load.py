@@ -502,7 +502,8 @@ def load_one(
     content, read = reader_of(name, config, suite[0] if suite else rows)
     if config.learner.ordered:
         read_rows = read
-        read = lambda bad: documents(config, read_rows(bad), notice)  # noqa: E731
+        are_files = bool(text_files(name))
+        read = lambda bad: documents(config, read_rows(bad), notice, are_files)  # noqa: E731
     store = prepare(name, content, read, config, tokenizer, notice)
     strata, contents, used = strata_of(store), dict[str, np.ndarray](), list[UsedSplits]()
     if config.learner.ordered:

@@ -19,7 +19,7 @@ from fmmeta.common.security import inside
 from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
-from fmmeta.tasks.data.columns import Bad, Row, column_like, pick
+from fmmeta.tasks.data.columns import Bad, Row, column_like, is_missing, pick
 from fmmeta.tasks.data.files import TEXTS
 from fmmeta.tasks.data.token_store import TokenStore, digest
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
@@ -130,29 +130,35 @@ def read_texts(root: Path, files: Iterable[Path], bad: Bad) -> Iterator[Row]:
         yield Row({"text": text, "task": str(name), "stratum": stratum}, str(path))
 
 
-def documents(config: Config, rows: Iterable[Row], notice: Callable[[str], None]) -> Iterator[Row]:
-    """Rows with the name of their document in the column `task`, without near duplicates.
+def documents(
+    config: Config, rows: Iterable[Row], notice: Callable[[str], None], are_files: bool = False
+) -> Iterator[Row]:
+    """Rows with the name of their document in the column `task`: that of --task_column, else of a column
+    `document` or `task`, else a hash of the text.
 
-    The name is in --task_column or in a column `document`, else a hash of the text. A near duplicate shares
-    more than half of its long lines, by characters, with documents before it.
+    Of rows that are whole documents, files or without a name, near duplicates are left out: more than half of
+    their long lines, by characters, are in documents before them; of those without such lines, equal ones. So
+    are empty texts.
     """
-    seen, left_out = dict[bytes, str](), list[str]()
+    seen, left_out, empty = set[bytes](), list[str](), list[str]()
     for row in rows:
-        column = pick(config, row.values, "text_column")
-        named = column_like(config.task_column or "document", row.values)
-        text, values = str(row.values.get(str(column))), row.values
-        if config.task_column is None and "task" not in values:
-            values = {**values, "task": str(values[named]) if named else digest(text)[:12]}
-        name = str(values.get(config.task_column or "task"))
-        lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= SAME_LINE]
-        keys = [hashlib.blake2b(line.encode(errors="replace"), digest_size=8).digest() for line in lines]
-        shared = sum(
-            len(line) for line, key in zip(lines, keys, strict=True) if seen.setdefault(key, name) != name
-        )
-        if shared > SAME_SHARE * sum(map(len, lines)):
-            left_out.append(row.origin)
-        else:
-            yield replace(row, values=values)
-    if left_out:
-        what = counted(len(left_out), "document")
-        notice(Warn(f"left out: {what} whose lines are mostly in earlier ones, the first: {left_out[0]}"))
+        value, values = row.values.get(str(pick(config, row.values, "text_column"))), row.values
+        named = config.task_column or column_like("document", values) or column_like("task", values)
+        name, text = values.get(str(named)), str(value)
+        if value == "":
+            empty.append(row.origin)
+            continue
+        if are_files or is_missing(name):
+            lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= SAME_LINE] or [text]
+            keys = [hashlib.blake2b(line.encode(errors="replace"), digest_size=8).digest() for line in lines]
+            shared = sum(len(line) for line, key in zip(lines, keys, strict=True) if key in seen)
+            seen.update(keys)
+            if shared > SAME_SHARE * sum(map(len, lines)):
+                left_out.append(row.origin)
+                continue
+        name = digest(text)[:12] if is_missing(name) else name
+        yield replace(row, values={**values, config.task_column or "task": name})
+    for what, found in (("whose lines are mostly in earlier ones", left_out), ("without a text", empty)):
+        if found:
+            count = counted(len(found), "document")
+            notice(Warn(f"left out: {count} {what}, the first: {found[0]}"))
