@@ -406,7 +406,7 @@ def test_a_folder_of_documents_is_adapted_to_one_by_one(trained, tmp_path):
     model = str(trained / "run" / "model")
     (tmp_path / "texts").mkdir()
     for name in "ab":
-        (tmp_path / "texts" / f"{name}.txt").write_text(f"a document {name} of its own " * 3)
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"a document {name} with its words " * 3)
     words = ["--model_name_or_path", model, "--support", str(tmp_path / "texts"), "--lora_r", "2"]
     assert exit_code(["adapt", *words, "--output_dir", str(tmp_path / "out")]) == 0
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"a", "b"}
