@@ -316,7 +316,7 @@ class TaskRun:
             if online and u is not None:
                 v.add_(u, alpha=online)
             del u
-            if k >= first:
+            if k >= first and not (online and k == steps - 1):  # no later loss depends on that step
                 if (key := id(sets[k])) not in hessians:
                     hessians[key] = replace(self.hessian(sets[k]), passes=hessian.passes)
                 if optimizer.is_linear:

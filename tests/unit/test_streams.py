@@ -138,6 +138,8 @@ def test_first_order_is_reptile_with_an_ordered_support_set():
         {"first_order_steps": 1, "outer_steps": 1},
         {"second_order": "autograd"},
         {"second_order": "autograd", "truncate_steps": 2},
+        {"second_order": "differences"},
+        {"second_order": "differences", "truncate_steps": 2},
     ],
     ids=str,
 )
@@ -149,7 +151,7 @@ def test_a_task_has_no_pass_over_a_query_set(settings, monkeypatch):
         monkeypatch.setattr(worker, name, lambda *a, call=call, **k: counted.append(1) or call(*a, **k))
     rule = RuleOn(find("ttt").rule, setup_of(worker, config))
     task_gradient(rule, worker, Batcher(0).episode(episode()))
-    cost = passes(config)
+    cost = passes(config, twice=config.second_order == "autograd")
     assert len(counted) == cost.support + cost.second_order
     assert (cost.query, cost.query_forwards) == (0, 0)
 

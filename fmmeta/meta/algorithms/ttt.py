@@ -7,15 +7,15 @@ losses.
 Tandon et al., "End-to-End Test-Time Training for Long Context", 2025 (arXiv 2512.23675), section 2. There is
 no query pass: the inner gradient of a chunk is its outer gradient. The backward recursion (unrolled.py):
 
-    v = 0, and for k = K-1 .. 0:
+    v = g_K(phi_{K-1}) / K, and for k = K-2 .. 0:
         dL/dalpha_k = -v g_{k+1}(phi_k)                  where rates are learned
         v <- v + g_{k+1}(phi_k) / K + H_{k+1}(phi_k) (-alpha_k v)
 
 With `--first_order_steps` of the whole run the products are left out, and v is the mean of the gradients:
 Reptile's direction, with a chunk for each inner step. `--truncate_steps T`: of order 2 for the last T steps.
 
-Cost per task: K forward and backward passes, and K products of exact rules; K shards of trajectory and K of
-gradients (of first order one vector, whatever K is, unless rates are learned).
+Cost per task: K forward and backward passes, and K - 1 products of exact rules; K shards of trajectory and K
+of gradients (of first order one vector, whatever K is, unless rates are learned).
 """
 
 from collections.abc import Iterator
@@ -73,12 +73,13 @@ class OnlineLoop(InnerLoop):
 
 
 def passes(config: Config, forwards: int, by_autograd: bool = False) -> Passes:
-    """Of exact rules; a pass is over one chunk."""
-    k = config.inner_steps
-    back = 0 if config.first_order_steps >= config.outer_steps else min(k, config.truncate_steps or k)
-    if by_autograd or not back:
-        return Passes(k, 0, 0, 0, back + 1, back)
-    return Passes(k + 2 * back + 2, 0, 0, 0, 2 * back + 3)
+    """A pass is over one chunk. No product is needed for the last step; from differences each has a probe."""
+    k, exact = config.inner_steps, config.first_order_steps < config.outer_steps
+    back = k if config.truncate_steps is None else min(k, config.truncate_steps)
+    products = max(0, back - 1) if exact else 0
+    if by_autograd:
+        return Passes(k, 0, 0, 0, products + 1, products)
+    return Passes(k + 4 * products, 0, 0, 0, 4 * products + 1)
 
 
 def conflicts(config: Config) -> Iterator[str]:
