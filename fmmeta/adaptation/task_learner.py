@@ -210,9 +210,8 @@ class TaskLearner:
         self.inner = with_stored_rates(settings, longest, setup.inner, model.worker)
         self.theta = model.worker.read()
         self.loop: MultiTaskInnerLoop | None = None
-        one_by_one = config.compile or config.support_batch_size or self.inner.changes_head_only
-        one_by_one = one_by_one or config.learner.ordered
-        if config.lora_r and not one_by_one:
+        in_turn = config.compile or config.support_batch_size or config.learner.ordered
+        if config.lora_r and not (in_turn or self.inner.changes_head_only):
             with suppress(UsageError):  # other layers than linear ones are trained: a task at a time
                 self.loop = MultiTaskInnerLoop(self.inner, TaskAxis(model.worker.learner))
         has_rates = "inner_rates" in remembered(settings.model_source)

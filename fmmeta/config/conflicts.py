@@ -6,7 +6,7 @@ nor other processes; `settings.py` calls it and raises. Conflicts of one algorit
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -349,8 +349,19 @@ OF_MODULE = {  # what does not go with a module that is no model of transformers
 }
 
 
-def of_own_rows(c: Any) -> Conflicts:
+def excluded_by_kind(c: Any, excluded: Mapping[str, str]) -> Conflicts:
+    """excluded: by setting, why the kind of task does not go with it."""
     changed = [item.name for item in fields(c) if getattr(c, item.name) not in (default_of(item), None)]
+    return [
+        (
+            name in changed,
+            f"{name}={shown(getattr(c, name))} with task_type={c.task_type}: {why}; leave it out",
+        )
+        for name, why in excluded.items()
+    ]
+
+
+def of_own_rows(c: Any) -> Conflicts:
     excluded = OF_OWN_ROWS | (OF_OWN_INPUTS if c.learner.of_classes else {})
     excluded |= OF_MODULE if c.learner.make else {}
     return [
@@ -359,13 +370,7 @@ def of_own_rows(c: Any) -> Conflicts:
             f"head_init=prototype is made of means of classes, and task_type={c.task_type} has none; use zero"
             " or learned",
         ),
-        *(
-            (
-                name in changed,
-                f"{name}={shown(getattr(c, name))} with task_type={c.task_type}: {why}; leave it out",
-            )
-            for name, why in excluded.items()
-        ),
+        *excluded_by_kind(c, excluded),
     ]
 
 
@@ -378,16 +383,9 @@ OF_STREAM = {  # what does not go with documents that are read chunk by chunk
 
 
 def of_stream(c: Any) -> Conflicts:
-    changed = [item.name for item in fields(c) if getattr(c, item.name) not in (default_of(item), None)]
     spec = find(c.algorithm)
     return [
-        *(
-            (
-                name in changed,
-                f"{name}={shown(getattr(c, name))} with task_type={c.task_type}: {why}; leave it out",
-            )
-            for name, why in OF_STREAM.items()
-        ),
+        *excluded_by_kind(c, OF_STREAM),
         (
             c.max_length != c.context + c.chunk,
             f"max_length={c.max_length}: a row has context={c.context} and chunk={c.chunk} tokens; leave it"

@@ -71,7 +71,7 @@ MODEL_FILES = (  # that an output may not replace in a model's folder
 )
 SPLIT_FILES = ("class_splits.json", "task_splits.json")
 EVAL_SPLITS = ("train", "valid", "test")
-BELONG_TO = {  # stored settings that are not used with another value of a setting
+BELONG_TO = {  # by setting, the stored ones that are not used where it has another value than the stored
     "inner_optimizer": {
         "inner_lr",
         "inner_momentum",

@@ -120,15 +120,16 @@ class CausalLearner(HFLearner):
         losses = self.loss(logits, seen)
         wrong = ((logits.argmax(-1) != seen) & (seen != IGNORE)) | losses.isnan()
         losses, wrong = (spread(each, places, targets, 0)[:, :-1] for each in (losses, wrong))
-        found = self.summed(losses, wrong, labels)
+        found = self.per_row(losses, wrong, labels)
         aux, self.router_loss = self.router_loss, None  # it holds the graph
         # of the whole set, so that the weighted losses of rows contain it once
         shared = 0.0 if aux is None else self.hf.router_aux_loss_coef * aux / batch.weights.sum()
         return found._replace(loss=found.loss + shared)
 
-    def summed(self, losses: Tensor, wrong: Tensor, labels: Tensor) -> RowLosses:
-        """The losses of rows from those of tokens and whether these are wrong, of the label tokens after the
-        first [B, T-1].
+    def per_row(self, losses: Tensor, wrong: Tensor, labels: Tensor) -> RowLosses:
+        """The losses of rows, from the loss of each token and whether its prediction is wrong [B, T-1].
+
+        labels: of the same tokens, all but the first of each row.
         """
         # the answer that each token belongs to, from 1: several where a sequence holds packed rows or pairs
         labelled = F.pad(labels != IGNORE, (1, 0))  # the first token is not predicted

@@ -34,7 +34,7 @@ class StreamLearner(CausalLearner):
         named = column_like("document", columns)
         return RowReader(read, (column, *([named] if named else [])))
 
-    def summed(self, losses: Tensor, wrong: Tensor, labels: Tensor) -> RowLosses:
+    def per_row(self, losses: Tensor, wrong: Tensor, labels: Tensor) -> RowLosses:
         """Each token is an answer."""
         seen = labels != IGNORE
         return RowLosses(losses.sum(1), (seen & ~wrong).sum(1), seen.sum(1))

@@ -18,7 +18,7 @@ from fmmeta.tasks.loader import LoadResult
 def without_model(spec: LearnerSpec) -> Any:
     """What `losses` of a learner reads of it, beside the outputs."""
     found: Any = SimpleNamespace(loss=loss_of(spec), router_loss=None)
-    found.summed = partial(CausalLearner.summed, found)
+    found.per_row = partial(CausalLearner.per_row, found)
     return found
 
 

@@ -269,7 +269,7 @@ def test_positions_are_those_of_chunks():
     config = config_of(chunk=256, context=16, chunks=2)
     stats = [torch.tensor([loss, 0.0, 1.0, 0.0], dtype=torch.float64) for loss in (2.0, 1.0)]
     store = SimpleNamespace(input_ids=lambda row: [65 + 3] * 512)
-    draw = Stretch(episode().task, [], [], store=store, rows=np.array([0]), begin=0, config=config)
+    draw = Stretch(episode().task, [(0, 0)], [], store=store, begin=0, config=config)
     tokenizer = SimpleNamespace(decode=lambda tokens: "a" * len(tokens))
     score = stream_score(0, draw.task, draw, [PassStats(one) for one in stats], tokenizer)
     assert score.metrics["bits_per_byte_from_0"] == pytest.approx(2 / np.log(2))

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -501,9 +502,7 @@ def load_one(
         )
     content, read = reader_of(name, config, suite[0] if suite else rows)
     if config.learner.ordered:
-        read_rows = read
-        are_files = bool(text_files(name))
-        read = lambda bad: documents(config, read_rows(bad), notice, are_files)  # noqa: E731
+        read = partial(documents, config, read, notice, bool(text_files(name)))
     store = prepare(name, content, read, config, tokenizer, notice)
     strata, contents, used = strata_of(store), dict[str, np.ndarray](), list[UsedSplits]()
     if config.learner.ordered:

@@ -30,15 +30,14 @@ SAME_LINE, SAME_SHARE = 20, 0.5  # characters of a line that is compared; share 
 
 @dataclass(frozen=True)
 class Stretch(Draw):
-    """A stretch of the tokens of `rows`, which are one document. begin: of its first chunk."""
+    """A stretch of the tokens of the rows in `support`, which are one document. begin: of its first chunk."""
 
-    rows: np.ndarray = field(kw_only=True)
     begin: int = field(kw_only=True)
     config: Config = field(kw_only=True)
 
     def read(self) -> EpisodeRows:
         """Each chunk, with its context, as a row of both sets and as the sample of an inner step."""
-        ids = [token for row in self.rows for token in self.store.input_ids(int(row))]
+        ids = [token for row, _ in self.support for token in self.store.input_ids(row)]
         end = self.begin + self.config.chunks * self.config.chunk
         examples = chunked(ids, self.config, self.begin, end)
         return EpisodeRows(self.task, examples, examples, samples=tuple([one] for one in examples))
@@ -71,9 +70,7 @@ class StreamSource(TaskSource):
         name, taken = self.items.names[task.item], self.config.chunks * self.config.chunk
         begin = int(np.random.default_rng(task.seed).integers(self.lengths[task.item] - taken + 1))
         numbers = [(int(row), 0) for row in self.rows[name]]
-        return Stretch(
-            task, numbers, [], store=self.store, rows=self.rows[name], begin=begin, config=self.config
-        )
+        return Stretch(task, numbers, [], store=self.store, begin=begin, config=self.config)
 
     def class_keys(self, setting: str = "") -> list[ClassKey]:
         raise UsageError(f"{setting} needs the names of all classes, and documents have none")
@@ -131,7 +128,11 @@ def read_texts(root: Path, files: Iterable[Path], bad: Bad) -> Iterator[Row]:
 
 
 def documents(
-    config: Config, rows: Iterable[Row], notice: Callable[[str], None], are_files: bool = False
+    config: Config,
+    read: Callable[[Bad], Iterable[Row]],
+    notice: Callable[[str], None],
+    are_files: bool,
+    bad: Bad,
 ) -> Iterator[Row]:
     """Rows with the name of their document in the column `task`: that of --task_column, else of a column
     `document` or `task`, else a hash of the text.
@@ -141,7 +142,7 @@ def documents(
     are empty texts.
     """
     seen, left_out, empty = set[bytes](), list[str](), list[str]()
-    for row in rows:
+    for row in read(bad):
         value, values = row.values.get(str(pick(config, row.values, "text_column"))), row.values
         named = config.task_column or column_like("document", values) or column_like("task", values)
         name, text = values.get(str(named)), str(value)
