@@ -25,7 +25,6 @@ from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config, InnerConfig
 from fmmeta.learners.base import HFLearner, Learner
-from fmmeta.learners.experts import frozen_names, router_names
 from fmmeta.learners.files import (
     BASE_FOLDER,
     GENERATION_FILE,
@@ -40,6 +39,7 @@ from fmmeta.learners.files import (
 from fmmeta.learners.lazy_weights import StoredTensor
 from fmmeta.learners.load import Description, empty_learner, generation_settings, load_hf, stored_tensors
 from fmmeta.learners.lora import merge, save_adapter
+from fmmeta.learners.parameter_sets import inner_parameters
 from fmmeta.learners.text_part import outside, whole_of
 from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
 from fmmeta.parallel.process_groups import ProcessGroups
@@ -359,8 +359,8 @@ def write_metadata(
     }
     if spec.evaluation:
         stored["method"], rates = spec.method, None
-    elif routers := [] if config.lora_r else router_names(skeleton):  # defaults depend on the algorithm
-        stored["freeze"] = frozen_names(config, routers) or ["none"]
+    else:  # its default depends on the algorithm
+        stored["inner_parameters"] = inner_parameters(config, skeleton)
     if rates is not None and rates.element is not None:
         stored["inner_rates"] = RATES_FILE
     elif rates is not None:  # by layer, the rate of each step

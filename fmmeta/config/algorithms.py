@@ -36,7 +36,7 @@ class AlgorithmSpec:
     rule: Callable[[Any], Any] | None = None
     reference: Callable[[Any], Any] | None = None
     order: int = 1  # derivatives of the inner loop that the meta-gradient takes, 1 or 2
-    adapts: str = "all"  # what the inner loop changes: all, body or head
+    adapts: str = "all"  # what the inner loop changes by default, as --inner_parameters has it
     frozen_body: bool = False  # a task does not change the body: features are computed once
     several: Callable[[Any], Any] | None = None
     multi_task: str | None = None  # several tasks in a pass over adapters, by gradient: query or displacement
@@ -66,7 +66,7 @@ class AlgorithmSpec:
         return "check_meta_gradient" in self.supports
 
 
-NONE = AlgorithmSpec("none", supports=frozenset({"offload_outer", "freeze"}))
+NONE = AlgorithmSpec("none", supports=frozenset({"offload_outer", "inner_parameters"}))
 """Evaluates the weights as they are."""
 
 KINDS = {"of_classes": "classes", "generates": "generated answers", "ordered": "streams"}

@@ -492,14 +492,13 @@ class InnerConfig:
         remembered=True,
         needs=("inner_optimizer", "adamw"),
     )
-    freeze: list[str] = setting(
+    inner_parameters: list[str] = setting(
         [],
-        "Parameters that the inner loop does not change and the outer loop trains, by names with shell"
-        " wildcards: '*.norm.weight'; none: no parameter (default: the routers of a mixture of experts whose"
-        " weights are all trained at fixed rates)",
+        "Parameters that the inner loop changes: all, adapters, head, body, norms, routers, or names with"
+        " shell wildcards; what follows `except` is taken out: all except '*.norm.weight' (default: the"
+        " algorithm's, without the routers of a mixture of experts whose weights are all trained)",
         remembered=True,
         per_algorithm=True,
-        excludes={f"inner_lr_learned={kind}": "rates are learned" for kind in ("layer", "element")},
     )
     inner_lr_groups: list[str] = setting(
         [],
@@ -571,6 +570,13 @@ class MetaConfig:
         "Outer steps with a query loss after every inner step; its weight moves to the last inner step"
         " (MAML++)",
         least=0,
+        per_algorithm=True,
+    )
+    outer_parameters: list[str] = setting(
+        [],
+        "Parameters that the outer loop trains, named as inner_parameters; a task begins with the initial"
+        " values of all others. body with --lora_r 4 --inner_parameters adapters is LoRA-ML (default: all"
+        " weights, or adapters and head)",
         per_algorithm=True,
     )
     prototype_gradient: bool = setting(

@@ -41,7 +41,7 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import FewShotConfig
 from fmmeta.learners.files import cached_file, remembered
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.inner_optimizers import HEAD, RATES_FILE, Rates
+from fmmeta.meta.inner_optimizers import FIXED, HEAD, RATES_FILE, Rates
 from fmmeta.metrics.own import EpisodeMetrics
 from fmmeta.metrics.scores import STATS, EpisodeScore, episode_score, prediction_stats
 from fmmeta.parallel.process_groups import ProcessGroups
@@ -218,15 +218,15 @@ def with_stored_rates(settings: FewShotConfig, config: Config, inner: InnerLoop,
     if settings.sets_inner_lr:
         return inner
     with worker.group.raise_on_all("reading the inner rates"):
-        return replace(inner, rates=stored_rates(config, inner.rates, worker))
+        return replace(inner, rates=stored_rates(config, inner, worker))
 
 
-def stored_rates(config: Config, rates: Rates, worker: Worker) -> Rates:
-    """The rates in the model's folder; `rates` if it has none.
+def stored_rates(config: Config, inner: InnerLoop, worker: Worker) -> Rates:
+    """The rates in the model's folder; those of `inner` if it has none.
 
     Raises `UsageError` for rates of other layers, and for a head of zeros that no rate would move.
     """
-    memory = remembered(config.model_source)
+    memory, rates = remembered(config.model_source), inner.rates
     stored = memory.get("inner_rates")
     if stored == RATES_FILE:
         return element_rates(config, rates, worker, float(memory.get("inner_rates_scale", 1.0)))
@@ -238,7 +238,7 @@ def stored_rates(config: Config, rates: Rates, worker: Worker) -> Rates:
             f"model_name_or_path={config.model_name_or_path}: the inner rates in fmmeta.json are of other"
             f" layers than lora_r={config.lora_r} trains; leave --lora_r out, or give --inner_lr"
         )
-    if config.head_init == "zero" and HEAD in columns and not any(columns[HEAD] or ()):
+    if config.head_init == "zero" and inner.head.names and not any(columns.get(HEAD) or ()):
         raise UsageError(
             f"model_name_or_path={config.model_name_or_path} does not train its head, which was learned for"
             f" {memory.get('classes', memory.get('n_way'))} classes, and a head of zeros would stay zero;"
@@ -249,7 +249,7 @@ def stored_rates(config: Config, rates: Rates, worker: Worker) -> Rates:
 
 def column_of(stored: dict[str, Any], layer: str, steps: int) -> list[float] | None:
     """The rates of a layer over `steps` inner steps; steps beyond the stored ones take the last rate."""
-    column = stored.get(layer.removeprefix("hf."))
+    column = [0.0] if layer == FIXED else stored.get(layer.removeprefix("hf."))
     if (
         not isinstance(column, list)
         or not column
@@ -272,7 +272,7 @@ def element_rates(config: Config, rates: Rates, worker: Worker, scale: float) ->
             for fragment in worker.params.fragments:
                 whole = file.get_tensor(fragment.name.removeprefix("hf."))
                 vector[fragment.here] = fragment.take(whole).to(vector)
-    return Rates(rates.layers, torch.full_like(rates.table, scale), vector, "no")
+    return Rates(rates.layers, rates.layers.moving.expand(rates.table.shape) * scale, vector, "no")
 
 
 def classifier_score(

@@ -81,8 +81,8 @@ BELONG_TO = {  # by setting, the stored ones that are not used where it has anot
     "chunks": {"inner_steps"},
     "chunk": {"max_length"},
     "context": {"max_length"},
-    "lora_r": {"lora_alpha", "lora_target_modules", "peft_config", "freeze"},
-    "peft_config": {"lora_r", "lora_alpha", "lora_target_modules", "freeze"},
+    "lora_r": {"lora_alpha", "lora_target_modules", "peft_config", "inner_parameters"},
+    "peft_config": {"lora_r", "lora_alpha", "lora_target_modules", "inner_parameters"},
 }
 
 

@@ -20,7 +20,7 @@ classification.py: `outputs` are the features that the head sees and the logits.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -128,6 +128,8 @@ class Learner(nn.Module, ABC):
     depend on each other (contrastive, batch norm): then a set is one micro-batch on one rank. inputs: usual
     names of the column by which `fmmeta predict` shows an input, and that a plain line is read as. example: a
     row, for the card of a model. of_numbers: the loss is one of outputs [N] and targets [N], both numbers.
+    inner_only, outer_only: names of trained parameters that the outer loop, or the inner loop, leaves as they
+    are (parameter_sets.py).
     pair: names of input and target in a stored row, of learners whose texts are encoded without `facts`: they
     are tokenised once, and transforms see them as `TextExample`.
     """
@@ -143,6 +145,8 @@ class Learner(nn.Module, ABC):
     example: Mapping[str, Any] = {"input": "a b", "output": "b"}
     of_numbers = False
     pair: tuple[str, ...] = ()
+    inner_only: Collection[str] = ()
+    outer_only: Collection[str] = ()
 
     @classmethod
     def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:

@@ -5,13 +5,12 @@ its experts at once from parameters with a dimension of experts: `gate_up_proj` 
 [E, H, I].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fmmeta.config.algorithms import find
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 
@@ -65,19 +64,6 @@ def router_names(model: nn.Module) -> list[str]:
         if isinstance(module, kinds)
         for own, _ in module.named_parameters()
     ]
-
-
-def frozen_names(config: Config, routers: Sequence[str]) -> list[str]:
-    """Patterns of the names that the inner loop does not change: --freeze, or by default the routers of a
-    mixture whose weights are all trained at fixed rates. A router that changes with a task sends tokens to
-    experts that have not seen it.
-
-    routers: see `router_names`.
-    """
-    by_default = "freeze" in find(config.algorithm).supports and config.inner_lr_learned == "no"
-    if config.freeze or config.lora_r or not by_default:
-        return [one for one in config.freeze if one != "none"]
-    return [name.removeprefix("hf.") for name in routers]
 
 
 def has_experts(hf_config: Any) -> bool:

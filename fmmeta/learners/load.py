@@ -56,6 +56,7 @@ from fmmeta.learners.files import (
 )
 from fmmeta.learners.forward_options import check_packing, checkpoint_layers
 from fmmeta.learners.lora import import_peft, inject, merge, restore_adapters
+from fmmeta.learners.parameter_sets import choose_parameters
 from fmmeta.learners.tiny import byte_tokenizer, image_settings, tiny_config, tiny_vit_config
 from fmmeta.tasks.data.images import PROCESSOR_FILE, ImageReader
 
@@ -711,6 +712,7 @@ def load_module(config: Config) -> Learner:
     if not config.builtin_model:
         with reading(name, MODULE_FILE):
             learner.load_state_dict(load_file(Path(name, MODULE_FILE)))
+    choose_parameters(learner, config)
     return learner
 
 
@@ -1022,4 +1024,5 @@ def wrap(hf: Any, config: Config, description: Description) -> HFLearner:
     learner.options = {"output_router_logits": True} if description.router_loss else {}
     if config.lora_r:
         inject(learner, config)
+    choose_parameters(learner, config)
     return learner

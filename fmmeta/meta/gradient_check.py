@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.meta.task import Rule, TaskRun
+from fmmeta.parallel.param_map import INNER_ONLY
 
 TRUSTED = 0.02  # relative difference above which a meta-gradient is called inexact
 
@@ -58,8 +59,8 @@ def check(rule: Rule, task: TaskRun, precision: str) -> Check:
         into = MetaGradient(task.theta)
         if not rule(replace(task, setup=replace(task.setup, hvp=options), into=into)).finite:
             return Check(math.nan, math.nan, precision, hvp.by_autograd)
-        if "head" in task.worker.params.groups:
-            into.sum[task.worker.params.groups["head"]] = 0
+        if INNER_ONLY in task.worker.params.groups:
+            into.sum[task.worker.params.groups[INNER_ONLY]] = 0
         sums.append(into.sum)
     (a, b), dot = sums, task.worker.dot
     size = math.sqrt(dot(a, a))

@@ -22,9 +22,8 @@ Antoniou, Edwards, Storkey, "How to train your MAML", 2019, arXiv 1810.09502, se
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -35,16 +34,16 @@ from fmmeta.parallel.param_map import pieces
 from fmmeta.parallel.workers.base import Update, Worker
 
 HEAD = "head"
-FROZEN = "frozen "  # before a pattern of --freeze, as the name of a layer of rate 0
+FIXED = "fixed"  # the layer of the parameters that the inner loop does not change; its rate is 0
 RATES_FILE = "inner_lr.safetensors"  # rates element by element, in an exported folder, named as its tensors
 
 
-def layer_of(name: str, head_names: Sequence[str], freeze: Sequence[str] = ()) -> str:
+def layer_of(name: str, head_names: Sequence[str], outer_only: Collection[str] = ()) -> str:
     """`hf.encoder.layer.3.attention.weight` -> `hf.encoder.layer.3`; outside numbered layers the module; the
-    head is `head`; what the first pattern of --freeze fits is a layer of that name after FROZEN.
+    head is `head`; what the inner loop does not change is FIXED.
     """
-    if fitting := [one for one in freeze if fnmatchcase(name.removeprefix("hf."), one)]:
-        return FROZEN + fitting[0]
+    if name in outer_only:
+        return FIXED
     if name in head_names:
         return HEAD
     numbered = re.match(r"(.*?\.\d+)\.", name)
@@ -61,10 +60,12 @@ class Layers:
     segments: tuple[tuple[int, int, int], ...]  # begin, end, index of the layer; ascending, no overlaps
 
     @classmethod
-    def of(cls, worker: Worker, head_names: Sequence[str], freeze: Sequence[str] = ()) -> "Layers":
+    def of(cls, worker: Worker, head_names: Sequence[str]) -> "Layers":
         """Collective: group."""
-        fragments = worker.params.fragments
-        found = [(f.here.start, f.here.stop, layer_of(f.name, head_names, freeze)) for f in fragments]
+        found = [
+            (f.here.start, f.here.stop, layer_of(f.name, head_names, worker.outer_only))
+            for f in worker.params.fragments
+        ]
         gathered = worker.group.gather_bytes(json.dumps([name for _, _, name in found]).encode())
         names = sorted({name for text in gathered for name in json.loads(text)}, key=natural)
         merged: list[tuple[int, int, int]] = []
@@ -74,6 +75,11 @@ class Layers:
                 begin = merged.pop()[0]
             merged.append((begin, end, index))
         return cls(tuple(names), tuple(merged))
+
+    @property
+    def moving(self) -> Tensor:
+        """1 for each layer that the inner loop changes, 0 for FIXED; float64 [L]."""
+        return torch.tensor([float(name != FIXED) for name in self.names], dtype=torch.float64)
 
     def inside(self, where: slice) -> Iterator[tuple[slice, slice, int]]:
         """The parts of `where` by layer: slice of the vector, slice within `where`, index of the layer."""
@@ -148,7 +154,9 @@ class Rates:
         if self.learned == "element":
             into.sub_(self.scale_layers(k, v * u))
         else:
-            into[k] -= worker.dot_by_layer(v, u, self.layers.segments, len(self.layers.names))
+            into[k] -= self.layers.moving * worker.dot_by_layer(
+                v, u, self.layers.segments, len(self.layers.names)
+            )
 
     def scale_layers(self, k: int, vector: Tensor) -> Tensor:
         """Multiply `vector` [S] by the table alone, in place."""

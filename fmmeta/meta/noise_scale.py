@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fmmeta.parallel.param_map import INNER_ONLY
 from fmmeta.parallel.workers.base import Worker, add_local_dot
 
 DECAY = 0.98  # of the averages: about the last 50 outer steps
@@ -35,13 +36,13 @@ class TaskSquares(NamedTuple):
 
 
 def local_square(worker: Worker, gradient: Tensor) -> float:
-    """This rank's part of the squared norm of a task's meta-gradient [S], without a head that every task
-    initialises. Local: the part of each rank of a group counts, or where every rank holds the whole model
-    that of rank 0.
+    """This rank's part of the squared norm of a task's meta-gradient [S], without what only the inner loop
+    changes. Local: the part of each rank of a group counts, or where every rank holds the whole model that of
+    rank 0.
     """
-    head = worker.params.groups.get("head", slice(0, 0))
+    no_meta = worker.params.groups.get(INNER_ONLY, slice(0, 0))
     total = torch.zeros((), dtype=torch.float64, device=worker.device)
-    for part in (slice(0, head.start), slice(head.stop, len(gradient))):
+    for part in (slice(0, no_meta.start), slice(no_meta.stop, len(gradient))):
         add_local_dot(worker, total, gradient, gradient, part)
     return float(total)
 

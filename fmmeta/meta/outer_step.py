@@ -23,7 +23,7 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.noise_scale import NoiseScale, TaskSquares
 from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.parallel.collectives import Communicator, Reduction
-from fmmeta.parallel.param_map import OuterMemory, overlap
+from fmmeta.parallel.param_map import INNER_ONLY, OuterMemory, overlap
 from fmmeta.parallel.workers.base import Worker, add_local_dot, over_group
 
 
@@ -50,8 +50,8 @@ class OuterOptimizer:
     schedule of transformers.
 
     The learning rate is a function of the step's number alone, so a resumed run needs no scheduler state.
-    Weight decay is decoupled (Loshchilov, Hutter 2019) whatever the optimizer. A head that every task
-    initialises is no meta-parameter: its slice is not updated.
+    Weight decay is decoupled (Loshchilov, Hutter 2019) whatever the optimizer. What only the inner loop
+    changes, such as a head that every task initialises, is no meta-parameter: its slice is not updated.
     """
 
     def __init__(self, meta_params: MetaParameters, worker: Worker, config: Config) -> None:
@@ -60,11 +60,11 @@ class OuterOptimizer:
         self.meta_params, self.worker, self.config = meta_params, worker, config
         self.spec = find_outer(config.outer_optimizer)
         self.memory = OuterMemory(worker.storage_device, config.offload_outer)
-        self.head = worker.params.groups.get("head", slice(0, 0))
+        self.inner_only = worker.params.groups.get(INNER_ONLY, slice(0, 0))
         self.pieces = [
             (piece, config.weight_decay if name == "decay" else 0.0)
             for name, group in worker.params.groups.items()
-            if name != "head"
+            if name != INNER_ONLY
             for piece in self.memory.pieces(group)
         ]
         if not self.pieces:  # a stage that trains a head alone stores the same moments as the others
@@ -133,7 +133,7 @@ class OuterOptimizer:
         return numbers
 
     def _finish_theta(self, mean: PendingMean) -> float:
-        """Finish the mean of theta without a head, bucket by bucket; return its norm over the whole model.
+        """Finish the mean of theta without INNER_ONLY, bucket by bucket; return its norm over the model.
 
         The norm of one bucket is computed while later buckets are in flight. Collective: group.
         """
@@ -144,7 +144,7 @@ class OuterOptimizer:
             if self.worker.params.replicated:
                 self.worker.group.broadcast_(gradient[bucket])
             gradient[bucket].div_(mean.weight)
-            gradient[overlap(bucket, self.head)] = 0
+            gradient[overlap(bucket, self.inner_only)] = 0
             add_local_dot(self.worker, square, gradient, gradient, bucket)
         return math.sqrt(float(over_group(self.worker, square)))
 

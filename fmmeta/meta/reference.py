@@ -24,7 +24,6 @@ from fmmeta.config.settings import Config
 from fmmeta.learners.base import Learner
 from fmmeta.learners.causal_lm import CausalLearner
 from fmmeta.learners.classification import Classifier
-from fmmeta.learners.experts import frozen_names, router_names
 from fmmeta.tasks.batching import IGNORE, Example, MicroBatch, map_tensors
 from fmmeta.tasks.sources.base import EpisodeRows
 
@@ -84,7 +83,8 @@ def reference_run(
         for name, param in learner.named_parameters()
         if param.requires_grad
     }
-    per_task = learner.head_names if config.head_init != "learned" and not config.joint_head else ()
+    head = learner.head_names if config.head_init != "learned" and not config.joint_head else ()
+    per_task = {*head, *learner.inner_only}
     meta_params = {name: param for name, param in theta.items() if name not in per_task}
     rates = starting_rates(learner, theta, config)
     optimizer = outer_optimizer(meta_params, rates, config)
@@ -156,18 +156,16 @@ def starting_rates(learner: Any, names: Iterable[str], config: Config) -> Weight
 
     Parameters of a layer share theirs (LSLR).
     """
-    rates, layers, adapts = {}, {}, find(config.algorithm).adapts
-    frozen = frozen_names(config, router_names(learner))
+    rates, layers = {}, {}
     patterns = [item.rsplit("=", 1) for item in config.inner_lr_groups]
     for name in names:
         param, head = learner.get_parameter(name), name in learner.head_names
         layer = "head" if head else layer_name(name)
-        if any(fnmatchcase(name.removeprefix("hf."), pattern) for pattern in frozen):
-            layers[name], layer = torch.zeros(config.inner_steps, dtype=param.dtype), name
         factor = next((float(f) for pattern, f in patterns if fnmatchcase(layer, pattern)), 1.0)
-        if adapts != "all":
-            factor = float(head == (adapts == "head"))
-        if config.inner_lr_learned == "element":
+        if name in learner.outer_only:
+            by_element = config.inner_lr_learned == "element"
+            rates[name] = torch.zeros(param.shape if by_element else [config.inner_steps], dtype=param.dtype)
+        elif config.inner_lr_learned == "element":
             rates[name] = torch.full_like(param, config.inner_lr * factor).detach().requires_grad_()
         else:
             steps = torch.tensor([config.inner_lr * factor] * config.inner_steps, dtype=param.dtype)

@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-GROUPS = ("decay", "no_decay", "head")
+INNER_ONLY = "inner_only"  # the group of parameters that the outer step does not change
+GROUPS = ("decay", "no_decay", INNER_ONLY)
 
 
 class TensorSlice(NamedTuple):
@@ -187,19 +188,18 @@ def build_param_map(
     return ParamMap(tuple(fragments), begin, groups, replicated)
 
 
-def param_groups(model: nn.Module, head: Iterable[str], weight_decay: bool) -> list[dict[str, Any]]:
+def param_groups(model: nn.Module, inner_only: Collection[str], weight_decay: bool) -> list[dict[str, Any]]:
     """Sort trainable parameters into GROUPS: no weight decay on vectors (norms, biases).
 
-    head: names of a head that every task initialises. Without `weight_decay` all other parameters are one
-    group.
+    inner_only: names of those that are no meta-parameters, such as a head that every task initialises.
+    Without `weight_decay` all other parameters are one group.
     """
-    head = set(head)
     sorted_into: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
     for name, param in model.named_parameters():
         if param.requires_grad:
             matrix = len(getattr(param, "ds_shape", param.shape)) > 1  # ZeRO 3 empties the shape
             sorted_into[
-                "head" if name in head else "decay" if weight_decay and matrix else "no_decay"
+                INNER_ONLY if name in inner_only else "decay" if weight_decay and matrix else "no_decay"
             ].append(param)
     return [{"params": params, "name": name} for name, params in sorted_into.items() if params]
 

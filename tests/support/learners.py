@@ -15,6 +15,7 @@ from fmmeta.config.settings import Config
 from fmmeta.learners.base import Learner
 from fmmeta.learners.causal_lm import CausalLearner
 from fmmeta.learners.classification import NativeClassifier, PooledClassifier
+from fmmeta.learners.parameter_sets import choose_parameters
 from fmmeta.meta.algorithms.baselines import support_before_query
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_loop import InnerLoop
@@ -108,19 +109,23 @@ def config_of(learner: Learner, **settings: Any) -> Config:
     fixed: dict[str, Any] = {"n_way": CLASSES, "inner_steps": 3, "inner_lr": 0.1}
     if find(settings.get("algorithm", "fomaml")).evaluation:
         fixed["inner_steps"] = 0
-    return Config(
+    config = Config(
         **{**fixed, **settings, "task_type": "classification" if learner.head_names else "causal_lm"}
     )
+    choose_parameters(learner, config)
+    return config
 
 
 def worker_over(model: nn.Module, head_init: str = "learned", bf16: bool = False) -> PlainWorker:
     """A worker over the model itself; a head that is not learned is in a separate group."""
-    per_task = model.head_names if head_init != "learned" else ()
-    return PlainWorker(model, param_groups(model, per_task, weight_decay=True), CPU, bf16)
+    head = model.head_names if head_init != "learned" else ()
+    groups = param_groups(model, {*head, *model.inner_only}, weight_decay=True)
+    return PlainWorker(model, groups, CPU, bf16)
 
 
 def worker_of(learner: nn.Module, config: Config, bf16: bool = False) -> PlainWorker:
     """A worker over a copy of the model; a head that is not learned is zero."""
+    choose_parameters(learner, config)
     model = copy.deepcopy(learner)
     if config.head_init != "learned":
         for name in model.head_names:

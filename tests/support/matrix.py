@@ -103,7 +103,7 @@ ALSO: dict[str, dict[str, Any]] = {
         "lora_r": 2,
         "peft_config": '{"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}',
     },
-    "freeze": {"freeze": ["*.norm.weight", "*.shared_experts.*"]},
+    "freeze": {"inner_parameters": ["except", "*.norm.weight", "*.shared_experts.*"]},
     "lora-first": {
         "lora_r": 4,
         "lora_target_modules": ["layers.0.self_attn.q_proj"],

@@ -58,7 +58,7 @@ CASES = [
     ("llama", {"inner_steps": 1}),
     ("llama", {"inner_steps": 7}),
     ("llama", {"inner_lr_groups": ["*layers.1=3", "*embed*=0"]}),
-    ("llama", {"freeze": ["*.mlp.*", "*norm.weight"]}),
+    ("llama", {"inner_parameters": ["except", "*.mlp.*", "*norm.weight"]}),
     ("bert", {"inner_lr_groups": ["head=4"]}),
     ("llama", {"multi_step_loss_steps": 10}),
     ("bert", {**THROUGH, "multi_step_loss_steps": 10}),

@@ -20,10 +20,11 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.command import episodes_of
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.learners.causal_lm import CausalLearner
-from fmmeta.learners.experts import frozen_names, fused_experts, release_weights, router_names
+from fmmeta.learners.experts import fused_experts, release_weights, router_names
 from fmmeta.learners.lazy_weights import open_lazy_model
 from fmmeta.learners.load import describe, load_learner, load_tokenizer
-from fmmeta.meta.algorithms.setup import layer_factors, refuse_jumps
+from fmmeta.learners.parameter_sets import choose_parameters
+from fmmeta.meta.algorithms.setup import refuse_jumps
 from fmmeta.meta.hessian import HvpOptions
 from tests.support import learners
 from tests.support.exports import exported
@@ -134,34 +135,31 @@ def test_parameters_that_are_not_there_are_refused(folders):
     )
 
 
-def test_routers_are_frozen_by_default(folders):
-    """By rules of gradients with all weights, unless names are given; one that fits nothing is refused."""
-    learner = load_learner(config_of(folders["gpt_oss"]), describe(config_of(folders["gpt_oss"])))
+def test_the_inner_loop_leaves_routers_as_they_are_by_default(folders):
+    """Of rules of gradients with all weights, unless a set is given."""
+    config = config_of(folders["gpt_oss"])
+    learner = load_learner(config, describe(config))
     routers = router_names(learner)
     assert [name.split(".")[-1] for name in routers] == ["weight", "bias"] * 3
     for settings, wanted in (
-        ({}, len(routers)),
-        ({"algorithm": "maml"}, len(routers)),
-        ({"algorithm": "none"}, len(routers)),
-        ({"algorithm": "reptile"}, 0),
-        ({"lora_r": 2}, 0),
-        ({"inner_lr_learned": "layer"}, 0),
-        ({"freeze": ["none"]}, 0),
-        ({"freeze": ["*.sinks"]}, 1),
+        ({}, {*routers}),
+        ({"algorithm": "maml"}, {*routers}),
+        ({"algorithm": "none"}, {*routers}),
+        ({"inner_lr_learned": "layer"}, {*routers}),
+        ({"algorithm": "reptile"}, set()),
+        ({"inner_parameters": ["all"]}, set()),
+        ({"inner_parameters": ["except", "model.layers.0.*.sinks"]}, {"hf.model.layers.0.self_attn.sinks"}),
     ):
-        assert len(frozen_names(config_of(folders["gpt_oss"], **settings), routers)) == wanted
-    names = ("hf.model.layers.0", "frozen *.sinks")
-    assert layer_factors(config_of(folders["gpt_oss"], freeze=["*.sinks"]), names) == [1.0, 0.0]
-    with pytest.raises(UsageError, match=r"freeze=.*lm_hat fits no trained parameter"):
-        layer_factors(config_of(folders["gpt_oss"], freeze=["*.lm_hat"]), names)
+        choose_parameters(learner, config_of(folders["gpt_oss"], **settings))
+        assert learner.outer_only == wanted, settings
 
 
-@pytest.mark.parametrize("freeze", [[], ["none"], ["*.mlp.gate.weight", "*norm.weight"]], ids=" ".join)
-def test_a_trained_mixture_is_adapted_with_what_its_inner_loop_froze(folders, tmp_path, freeze):
+@pytest.mark.parametrize("inner", [[], ["all"], ["except", "routers", "norms"]], ids=" ".join)
+def test_a_trained_mixture_is_adapted_with_the_inner_set_of_its_training(folders, tmp_path, inner):
     """The commands that adapt a model run without the rule of its training."""
     one = {"inner_steps": 1, "inner_lr": 1.0, "outer_steps": 1, "eval_episodes": 0, "num_workers": 0}
     source, few = str(folders["qwen3_moe"]), {"meta_batch_size": 1, "k_shot": 2, "num_query": 2}
-    settings = {"task_type": "causal_lm", "output_dir": str(tmp_path), "freeze": freeze, **one, **few}
+    settings = {"task_type": "causal_lm", "output_dir": str(tmp_path), "inner_parameters": inner, **one, **few}
     MetaTrainer(Config(model_name_or_path=source, dataset=["words"], **settings)).train()
     pairs = [{"input": "one", "output": "two"}, {"input": "three", "output": "four"}]
     fmmeta.adapt(tmp_path / "model", pairs, output_dir=tmp_path / "adapted", early_stopping=False)
@@ -169,7 +167,7 @@ def test_a_trained_mixture_is_adapted_with_what_its_inner_loop_froze(folders, tm
     same = {name for name, value in before.items() if torch.equal(value, after[name])}
     routers = {name for name in before if name.endswith("mlp.gate.weight")}
     norms = {name for name in before if name.endswith("norm.weight")}
-    assert same & (routers | norms) == (set() if "none" in freeze else routers | (norms if freeze else set()))
+    assert same & (routers | norms) == (set() if "all" in inner else routers | (norms if inner else set()))
     assert len(same) < len(before) / 2
 
 
@@ -180,7 +178,7 @@ def test_a_trained_mixture_is_adapted_with_what_its_inner_loop_froze(folders, tm
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("gpt_oss", {"second_order": "autograd", "freeze": ["none"]}, 1e-4),
+                ("gpt_oss", {"second_order": "autograd", "inner_parameters": ["all"]}, 1e-4),
                 ("deepseek_v3", {"second_order": "differences"}, 2e-3),
             )
         ),
@@ -195,7 +193,7 @@ def test_exact_meta_gradients_equal_autograd_in_fp64(family, settings, most):
     learner.hf.config._experts_implementation = "eager"  # the others know no fp64
     exact, first = (
         learners.oracle_gradient(learner, given, episode)[0]
-        for given in (config, learners.config_of(learner, inner_steps=2, freeze=config.freeze))
+        for given in (config, learners.config_of(learner, inner_steps=2, inner_parameters=config.inner_parameters))
     )
     assert learners.compared(learner, config, worker, found.gradient, exact)[1] < most
     assert learners.compared(learner, config, worker, found.gradient, first)[1] > 20 * most
@@ -239,7 +237,7 @@ def loss_of_set(hf, phi, rows, share):
     ("family", "settings"),
     [
         ("qwen3_moe", {}),
-        ("qwen3_moe", {"algorithm": "maml", "second_order": "autograd", "freeze": ["none"]}),
+        ("qwen3_moe", {"algorithm": "maml", "second_order": "autograd", "inner_parameters": ["all"]}),
         pytest.param("olmoe", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
     ],
 )
@@ -251,7 +249,7 @@ def test_the_loss_of_routers_is_that_of_transformers(tmp_path, family, settings)
     MetaTrainer(config).train()
     learner, began, steps = oracle_inputs(config.but(gradient_checkpointing=False))
     began = {name.removeprefix("hf."): value for name, value in began.items()}
-    frozen = () if config.freeze else {name for name in began if "mlp.gate.weight" in name}
+    frozen = () if config.inner_parameters else {name for name in began if "mlp.gate.weight" in name}
 
     def ended(share):
         theta, exact = began, config.algorithm == "maml"
@@ -313,9 +311,9 @@ WAYS = {
         "lora_r": 2,
         "peft_config": '{"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}',
     },
-    "routers": {**AUX, "freeze": ["none"]},
+    "routers": {**AUX, "inner_parameters": ["all"]},
     "bf16": {"bf16": True},
-    "packed": {"packing": True, "freeze": ["*norm.weight"]},
+    "packed": {"packing": True, "inner_parameters": ["except", "*norm.weight"]},
 }
 
 

@@ -211,7 +211,7 @@ def test_a_class_or_a_spec_makes_the_steps_of_torch(name, given, own):
     theta = worker.read()
     param = nn.Parameter(theta.clone())
     wanted, outer = Averaged([param], 0.01, **own), OuterOptimizer(MetaParameters(theta), worker, config)
-    head = worker.params.groups["head"]  # a zero head has no outer step
+    head = worker.params.groups["inner_only"]  # a zero head has no outer step
     for step in range(3):
         param.grad = torch.randn(theta.shape, generator=RNG)
         param.grad[head] = 0

@@ -79,7 +79,7 @@ def test_prototypes_are_class_means(pooling):
     weight, bias = (model.get_parameter(name) for name in model.head_names)
     torch.testing.assert_close(weight.detach(), 2 * means)
     torch.testing.assert_close(bias.detach(), -means.square().sum(1))
-    rest = worker.params.groups["head"].start
+    rest = worker.params.groups["inner_only"].start
     assert torch.equal(worker.read()[:rest], theta[:rest])
 
 
@@ -180,7 +180,7 @@ def test_parameter_groups():
     model = bert("model")
     groups = {one["name"]: one["params"] for one in param_groups(model, model.head_names, weight_decay=True)}
     names = {id(param): name for name, param in model.named_parameters()}
-    assert [names[id(p)] for p in groups["head"]] == list(model.head_names)
+    assert [names[id(p)] for p in groups["inner_only"]] == list(model.head_names)
     assert all(p.ndim > 1 for p in groups["decay"])
     assert all(p.ndim == 1 for p in groups["no_decay"])
     assert sum(map(len, groups.values())) == len(names)
@@ -215,7 +215,7 @@ def outer_step(
 def test_clipping_is_over_the_whole_model(largest):
     gradient = torch.randn(worker_over(bert("mean")).params.numel, generator=RNG)
     worker, began, theta, moved = outer_step(lambda _: gradient.clone(), "zero", max_grad_norm=largest)
-    gradient[worker.params.groups["head"]] = 0  # a head that is reset in every task is not in the norm
+    gradient[worker.params.groups["inner_only"]] = 0  # a head that is reset in every task is not in the norm
     length = float(gradient.double().norm())
     assert moved.applied
     assert moved.grad_norm == pytest.approx(length)

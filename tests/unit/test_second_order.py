@@ -186,7 +186,7 @@ def test_self_check_compares_meta_parameters_at_both_steps(half_finite, relative
     full, half = torch.zeros(2, worker.params.numel)
     full[0] = 4.0
     half[0] = 3.0
-    half[worker.params.groups["head"]] = 100.0
+    half[worker.params.groups["inner_only"]] = 100.0
 
     def adds(task):
         """The first vector for the whole step; without one at half of it, the task is not finite."""

@@ -95,14 +95,18 @@ def fp64():
         {"truncate_steps": 2, "inner_lr_learned": "layer"},
         {"first_order_steps": 1},
         {"first_order_steps": 1, "inner_lr_learned": "layer"},
-        {"freeze": ["*.mlp.*"]},
+        {"inner_parameters": ["except", "*.mlp.*"]},
+        {"inner_parameters": ["except", "*.mlp.*"], "inner_lr_learned": "layer"},
+        {"inner_parameters": ["except", "*.mlp.*"], "inner_lr_learned": "element"},
+        {"inner_parameters": ["norms", "adapters"], "outer_parameters": ["body"]},
+        {"inner_parameters": ["adapters"], "outer_parameters": ["body"], "inner_lr_learned": "layer"},
     ],
     ids=str,
 )
 def test_in_fp64_the_recursion_is_autograd_through_the_whole_stream(fp64, settings, lora):
+    if not lora and "adapters" in settings.get("inner_parameters", ()):
+        settings = {"inner_parameters": ["norms"], "outer_parameters": ["*.self_attn.*"]}
     learner = stream_learner(lora).double()
-    if lora and "freeze" in settings:
-        settings = {"freeze": ["*.mlp.*lora*"]}
     config = config_of(**settings, second_order="autograd", **({"lora_r": 2} if lora else {}))
     found, worker = found_by(learner, config)
     assert found.finite
@@ -461,7 +465,7 @@ def test_fast_weights_carry_a_cipher_that_the_window_does_not_show(tmp_path):
     }
     rules = {
         "joint": {"algorithm": "joint"},
-        "ttt": {"freeze": FROZEN, "inner_lr": 30.0, "second_order": "autograd"},
+        "ttt": {"inner_parameters": ["except", *FROZEN], "inner_lr": 30.0, "second_order": "autograd"},
     }
     losses = {}
     for name, settings in rules.items():

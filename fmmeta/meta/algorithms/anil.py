@@ -176,7 +176,7 @@ ANIL = AlgorithmSpec(
     frozen_body=True,
     needs="of_classes",
     several=anil_of_several,
-    supports=frozenset({"first_order_steps", "prototype_gradient"}),
+    supports=frozenset({"first_order_steps", "outer_parameters", "prototype_gradient"}),
     passes=lambda config, forwards: Passes(1, 1, forwards),
     adds_directly=lambda config: config.pipeline_stages == 1,
 )
@@ -189,5 +189,5 @@ PROTONET = replace(
     order=1,
     adapts="all",
     defaults={"head_init": "prototype", "inner_steps": 0},
-    supports=frozenset(),
+    supports=frozenset({"outer_parameters"}),
 )

@@ -8,12 +8,11 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import loss_of
-from fmmeta.learners.experts import frozen_names
 from fmmeta.meta.algorithms.ttt import OnlineLoop
 from fmmeta.meta.classifier_head import HeadInit
 from fmmeta.meta.hessian import HvpOptions
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.inner_optimizers import FROZEN, HEAD, Layers, Rates, inner_optimizer
+from fmmeta.meta.inner_optimizers import FIXED, Layers, Rates, inner_optimizer
 from fmmeta.meta.task import Setup
 from fmmeta.parallel.costs import second_order_by_autograd
 from fmmeta.parallel.workers.base import Worker
@@ -21,14 +20,14 @@ from fmmeta.parallel.workers.base import Worker
 
 def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: int, bf16: bool) -> Setup:
     """Build the inner loop that `config` describes for the worker's model. Collective: group."""
-    layers = Layers.of(worker, head_names, frozen_names(config, worker.routers))
+    layers = Layers.of(worker, head_names)
     of_layers = [config.inner_lr * factor for factor in layer_factors(config, layers.names)]
     table = torch.tensor([of_layers] * max(1, config.inner_steps), dtype=torch.float64)
     rates = Rates(layers, table, learned=config.inner_lr_learned)
     if config.inner_lr_learned == "element":  # begins with those of the layers
         element = torch.ones(worker.params.numel, device=worker.storage_device)
         rates.scale_(0, element, slice(0, element.numel()))
-        rates = Rates(layers, torch.ones_like(rates.table), element, "element")
+        rates = Rates(layers, layers.moving.expand(rates.table.shape).clone(), element, "element")
     head = HeadInit(
         config.head_init,
         head_names,
@@ -65,22 +64,12 @@ def refuse_jumps(config: Config, worker: Worker, hvp: HvpOptions) -> None:
 def layer_factors(config: Config, names: tuple[str, ...]) -> list[float]:
     """Factors of inner_lr by layer; the first pattern that fits counts.
 
-    Raises `UsageError` for a pattern that fits no layer, or no parameter.
+    Raises `UsageError` for a pattern that fits no layer.
     """
-    adapts = find(config.algorithm).adapts
-    for pattern in config.freeze:
-        if pattern != "none" and FROZEN + pattern not in names:
-            raise UsageError(
-                f"freeze={pattern} fits no trained parameter, or patterns before it do; give names"
-                " such as '*.mlp.gate.weight', or leave it out"
-            )
-    factors = {
-        name: float(not name.startswith(FROZEN) and adapts in ("all", "head" if name == HEAD else "body"))
-        for name in names
-    }
+    factors = {name: float(name != FIXED) for name in names}
     for item in reversed(config.inner_lr_groups):
         pattern, _, factor = item.rpartition("=")
-        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        fitting = [name for name in names if name != FIXED and fnmatchcase(name, pattern)]
         if not fitting:
             raise UsageError(f"inner_lr_groups={item} fits no layer; the layers are {', '.join(names)}")
         factors |= dict.fromkeys(fitting, float(factor))

@@ -99,8 +99,9 @@ TTT = AlgorithmSpec(
     supports=frozenset(
         {
             "first_order_steps",
-            "freeze",
             "inner_lr_learned",
+            "inner_parameters",
+            "outer_parameters",
             "second_order",
             "trajectory_memory_gib",
             "truncate_steps",

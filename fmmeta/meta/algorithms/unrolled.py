@@ -114,7 +114,14 @@ FOMAML = AlgorithmSpec(
     partial(reference.unrolled, order=1),
     multi_task="query",
     supports=frozenset(
-        {"multi_step_loss_steps", "prototype_gradient", "inner_lr_learned", "offload_outer", "freeze"}
+        {
+            "inner_lr_learned",
+            "inner_parameters",
+            "multi_step_loss_steps",
+            "offload_outer",
+            "outer_parameters",
+            "prototype_gradient",
+        }
     ),
     passes=partial(passes, order=1),
     adds_directly=adds_directly,
@@ -139,10 +146,10 @@ MAML = AlgorithmSpec(
 BOIL = replace(
     MAML,
     name="boil",
-    adapts="body",
+    adapts="all except head",
     needs="of_classes",
     defaults={"head_init": "learned"},
-    supports=MAML.supports - {"inner_lr_learned"},
+    supports=MAML.supports - {"inner_lr_learned", "inner_parameters"},
 )
 PROTO_MAML = replace(MAML, name="proto_maml", needs="of_classes", defaults={"head_init": "prototype"})
 META_SGD = replace(

@@ -25,7 +25,7 @@ in the same order with the same number of micro-batches. No operation waits for 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -142,6 +142,7 @@ class Worker(ABC):
     consensus_before_update = True
     differentiates_twice = False  # whether `gradient_vjp` works
     routers: Sequence[str] = ()  # names of the parameters of routers, of a mixture of experts
+    outer_only: Collection[str] = ()  # names of trained parameters that the inner loop does not change
 
     @abstractmethod
     def refresh(self) -> None:

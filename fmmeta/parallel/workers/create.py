@@ -146,7 +146,7 @@ def create_stage(
     worker = PipelineWorker(
         stage, names, groups, cut, filled, ranks.group, coordinates, description.hf_config.hidden_size
     )
-    worker.routers = routers
+    worker.routers, worker.outer_only = routers, learner.outer_only
     if plan.deepspeed.bf16:
         worker.set_exactly(model.read)
     return worker, learner.head_names, frozen
@@ -158,7 +158,8 @@ def groups_of(config: Config, learner: Learner, body: nn.Module | None = None) -
     A head that every task initialises is adapted, but it is not a meta-parameter. That of `joint` is one.
     """
     head = () if config.head_init == "learned" or config.joint_head else learner.head_names
-    return param_groups(learner if body is None else body, head, config.weight_decay > 0)
+    inner_only = {*head, *learner.inner_only}
+    return param_groups(learner if body is None else body, inner_only, config.weight_decay > 0)
 
 
 def frozen_tensors(learner: Learner, names: Collection[str] | None = None) -> dict[str, Tensor]:

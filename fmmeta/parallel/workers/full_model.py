@@ -342,6 +342,7 @@ class PlainWorker(FullModelWorker):
                 if ".lora_" not in name and param.is_floating_point():
                     param.data = param.data.to(torch.bfloat16)
         self.model, self.routers = model.to(device), router_names(model)
+        self.outer_only = model.outer_only
         self.prefixes = getattr(model, "prefixes", None)
         # bf16 parameters and their views of the buffer; fp32 parameters are the buffer itself
         self.working: list[tuple[nn.Parameter, Tensor, Tensor]] = []

@@ -337,6 +337,7 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
                 param.data = param.data.clone()
         self.start_engine(model, groups, config, names, mpu=mpu)
         self.model, self.routers = self.engine, router_names(model)
+        self.outer_only = model.outer_only
         for leaf in import_deepspeed().utils.get_z3_leaf_modules(model):
             leaf.register_forward_pre_hook(with_gradient, prepend=True)
         if bf16 and read is not None:
