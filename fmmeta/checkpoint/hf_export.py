@@ -2,29 +2,30 @@
 
 `from_pretrained` reads it without fmmeta. An encoder with fmmeta's pooling becomes a sentence-transformers
 folder. A model is written file by file, each by a rank that holds its tensors, or by the first rank; no rank
-holds the whole model. With LoRA the folder holds adapters, which peft loads on their base; --lora_merge adds
-an ordinary model in another folder.
+holds the whole model. With LoRA the folder holds adapters, which peft loads on their base; one that was
+trained too is an ordinary model in base/ inside it. --lora_merge adds an ordinary model in another folder.
 """
 
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config, InnerConfig
-from fmmeta.learners.base import HFLearner, Learner
+from fmmeta.learners.base import HFLearner
 from fmmeta.learners.files import (
     BASE_FOLDER,
     GENERATION_FILE,
@@ -37,11 +38,18 @@ from fmmeta.learners.files import (
     read_json,
 )
 from fmmeta.learners.lazy_weights import StoredTensor
-from fmmeta.learners.load import Description, empty_learner, generation_settings, load_hf, stored_tensors
+from fmmeta.learners.load import (
+    Description,
+    empty_hf,
+    empty_learner,
+    generation_settings,
+    load_hf,
+    stored_tensors,
+)
 from fmmeta.learners.lora import merge, save_adapter
-from fmmeta.learners.parameter_sets import inner_parameters
+from fmmeta.learners.parameter_sets import inner_parameters, is_base, trains_base
 from fmmeta.learners.text_part import outside, whole_of
-from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
+from fmmeta.meta.inner_optimizers import FIXED, RATES_FILE, Rates
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.data.encode import end_tokens
@@ -103,31 +111,29 @@ def export(
     # a head for the classes of all training tasks is not exported; tasks start with zeros
     heads = {name: torch.zeros(shapes.pop(name)) for name in skeleton.head_names} if config.joint_head else {}
     here = shapes if ranks.layout.group_index == 0 else {}  # the first group writes
+    prefix = "hf." if isinstance(skeleton, HFLearner) else ""
+    called = {name.removeprefix(prefix).replace(".base_layer", ""): name for name in skeleton.state_dict()}
+    stored = Stored(theta, worker, shapes, frozen | heads, called)
+    model = skeleton.hf if isinstance(skeleton, HFLearner) else skeleton
     if config.lora_r:
-        weights = gather(theta, worker, here, here, {}) | heads
+        if trains_base(skeleton):
+            base = empty_hf(config, replace(description, classes=0))
+            write_model(folder / BASE_FOLDER, base, stored, config, description, ranks)
+        above = {name: shape for name, shape in here.items() if not is_base(skeleton, name)}
+        weights = gather(theta, worker, above, above) | heads
         with ranks.world.raise_on_all("exporting the adapters"):
             if ranks.first:
                 write_adapters(
                     folder, skeleton, weights, config, description, tokenizer, rates, merge_into, trained
                 )
     else:
+        own = skeleton.head_names if skeleton.own_head and config.head_init == "learned" else ()
+        write_model(folder, model, stored, config, description, ranks, own)
         with ranks.world.raise_on_all("exporting the configuration"):
             if ranks.first:
-                clear(folder)
-                if isinstance(skeleton, HFLearner):
-                    save_model(folder, skeleton.hf, description, {})
                 write_metadata(folder, skeleton, config, description, tokenizer, rates, trained)
-        files, failures = plan_files(skeleton, worker), list[Exception]()
-        if ranks.layout.group_index == 0:
-            failures = write_weights(folder, theta, worker, frozen | heads, skeleton, config, shapes, files)
-        with ranks.world.raise_on_all("exporting the weights"):
-            for failure in failures:
-                raise failure
-            if ranks.first and "model.safetensors" not in files:
-                others = {} if description.whole is None else write_others(folder, skeleton.hf, config)
-                write_index(folder, skeleton, files, others)
     if rates is not None and rates.element is not None:
-        named = gather(rates.scale_layers(0, rates.element.clone()), worker, here, here, {})
+        named = gather(rates.scale_layers(0, rates.element.clone()), worker, here, here)
         with ranks.world.raise_on_all("exporting the inner rates"):
             if ranks.first:
                 save_tensors(named, folder / RATES_FILE)
@@ -163,12 +169,35 @@ def clear(folder: Path, base: str | None = None) -> None:
                 file.unlink()
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Where the tensors of a model are: parameters of `theta` [S], those in `shapes`, and `frozen` ones on
+    the ranks that write them, by their names in the worker. called: these, by the names in the model.
+    """
+
+    theta: Tensor
+    worker: Worker
+    shapes: Mapping[str, tuple[int, ...]]
+    frozen: Mapping[str, Tensor]
+    called: Mapping[str, str]
+
+    def writer(self, name: str) -> int:
+        """The rank of the group that writes the tensor `name` of the model."""
+        return self.worker.writer_rank(self.called.get(name, name))
+
+    def gather(self, names: Iterable[str], writer: int) -> dict[str, Tensor]:
+        """Tensors by name in the model on the rank `writer` of the group; see `gather`. Collective: group."""
+        own = {self.called.get(name, name): name for name in names}
+        found = gather(self.theta, self.worker, own, self.shapes, self.frozen, writer)
+        return {own[name]: value for name, value in found.items()}
+
+
 def gather(
     vector: Tensor,
     worker: Worker,
     names: Iterable[str],
     shapes: Mapping[str, tuple[int, ...]],
-    frozen: Mapping[str, Tensor],
+    frozen: Mapping[str, Tensor] = MappingProxyType({}),
     writer: int = 0,
 ) -> dict[str, Tensor]:
     """Tensors by name on the rank `writer` of the group; none elsewhere. One is complete at a time.
@@ -207,13 +236,15 @@ def write_adapters(
     description = replace(description, classes=0)  # the exported head is that of the skeleton
     clear(folder, None if config.builtin_model else base_model_name(config.model_source))
     save_adapter(folder, skeleton, weights, config)
-    if config.builtin_model:
+    with_base = trains_base(skeleton)
+    if config.builtin_model and not with_base:
         save_model(folder / BASE_FOLDER, load_hf(config, description), description)
     folders = [folder]
     if config.lora_merge:
         folders.append(merge_into or folder.with_name("merged"))
         clear(folders[1])
-        hf = load_hf(config, description)
+        of_base = {"model_name_or_path": str(folder / BASE_FOLDER)} if with_base else {}
+        hf = load_hf(replace(config, **of_base), description)
         merge(hf, folder, config)
         save_model(folders[1], hf, description)
     for each in folders:
@@ -222,15 +253,36 @@ def write_adapters(
             save_tensors({name: weights[name] for name in skeleton.head_names}, each / HEAD_FILE)
 
 
-def write_weights(
+def write_model(
     folder: Path,
-    theta: Tensor,
-    worker: Worker,
-    frozen: dict[str, Tensor],
-    skeleton: Any,
+    model: Any,
+    stored: Stored,
     config: Config,
-    trained: dict[str, tuple[int, ...]],
-    files: Files,
+    description: Description,
+    ranks: ProcessGroups,
+    head: Sequence[str] = (),
+) -> None:
+    """Write configuration and weights of a model of transformers, or a user's module, on the meta device.
+
+    head: names of a learned head, which gets a separate file. Collective: world.
+    """
+    with ranks.world.raise_on_all("exporting the configuration"):
+        if ranks.first:
+            clear(folder)
+            if isinstance(model, PreTrainedModel):
+                save_model(folder, model, description, {})
+    files = plan_files(model, stored)
+    failures = write_weights(folder, model, stored, files, head) if ranks.layout.group_index == 0 else []
+    with ranks.world.raise_on_all("exporting the weights"):
+        for failure in failures:
+            raise failure
+        if ranks.first and "model.safetensors" not in files:
+            others = {} if description.whole is None else write_others(folder, model, config)
+            write_index(folder, model, files, others)
+
+
+def write_weights(
+    folder: Path, model: Any, stored: Stored, files: Files, head: Sequence[str]
 ) -> list[Exception]:
     """Write `files` one after another, and a learned head beside them.
 
@@ -238,27 +290,24 @@ def write_weights(
     one, since the other ranks of the group continue with the next parameter. Collective: group.
     """
     failures: list[Exception] = []
-    if skeleton.own_head and config.head_init == "learned":
-        files = {HEAD_FILE: (0, list(skeleton.head_names)), **files}
+    if head:
+        files = {HEAD_FILE: (0, [*head]), **files}
     for path, (writer, names) in files.items():
-        tensors = {
-            name.removeprefix("hf."): value
-            for name, value in gather(theta, worker, names, trained, frozen, writer).items()
-        }
-        if worker.group.rank == writer:
+        tensors = stored.gather(names, writer)
+        if stored.worker.group.rank == writer:
             try:
-                save_tensors(tensors if path == HEAD_FILE else as_stored(skeleton, tensors), folder / path)
+                save_tensors(tensors if path == HEAD_FILE else as_stored(model, tensors), folder / path)
             except Exception as error:
                 failures.append(error)
     return failures
 
 
-def as_stored(skeleton: Learner, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_stored(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as a checkpoint of transformers has them; of a user's module as they are."""
-    if not isinstance(skeleton, HFLearner):
+    if not isinstance(model, PreTrainedModel):
         return tensors
-    named = {outside(skeleton.hf, name): tensor for name, tensor in tensors.items()}
-    return revert_weight_conversion(whole_of(skeleton.hf), named)
+    named = {outside(model, name): tensor for name, tensor in tensors.items()}
+    return revert_weight_conversion(whole_of(model), named)
 
 
 def write_others(folder: Path, hf: Any, config: Config) -> dict[str, str]:
@@ -275,13 +324,11 @@ def write_others(folder: Path, hf: Any, config: Config) -> dict[str, str]:
     return files
 
 
-def write_index(folder: Path, skeleton: Learner, files: Files, others: Mapping[str, str]) -> None:
+def write_index(folder: Path, model: Any, files: Files, others: Mapping[str, str]) -> None:
     """Write the file that maps each tensor to its file. others: of tensors outside the model."""
-    state = skeleton.state_dict()
-    meta = {
-        path: {name.removeprefix("hf."): state[name] for name in names} for path, (_, names) in files.items()
-    }
-    keys = {key: path for path, tensors in meta.items() for key in as_stored(skeleton, tensors)}
+    state = model.state_dict()
+    meta = {path: {name: state[name] for name in names} for path, (_, names) in files.items()}
+    keys = {key: path for path, tensors in meta.items() for key in as_stored(model, tensors)}
     size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
     write_json(
         folder / "model.safetensors.index.json",
@@ -290,21 +337,15 @@ def write_index(folder: Path, skeleton: Learner, files: Files, others: Mapping[s
     )
 
 
-def plan_files(skeleton: Learner, worker: Worker) -> Files:
+def plan_files(model: Any, stored: Stored) -> Files:
     """The files of a model; tied tensors are in one of them, once."""
-    model, prefix, ignored = (
-        (skeleton.hf, "hf.", skeleton.hf._keys_to_ignore_on_save)
-        if isinstance(skeleton, HFLearner)
-        else (skeleton, "", ())
-    )
-    saved = {*dict(model.named_parameters()), *dict(model.named_buffers())} - {*(ignored or ())}
-    tensors = {
-        f"{prefix}{key}": value.numel() * 4 for key, value in model.state_dict().items() if key in saved
-    }
-    limit = min(FILE_BYTES[1], max(FILE_BYTES[0], sum(tensors.values()) // worker.group.size))
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    saved = {*dict(model.named_parameters()), *dict(model.named_buffers())} - {*ignored}
+    tensors = {key: value.numel() * 4 for key, value in model.state_dict().items() if key in saved}
+    limit = min(FILE_BYTES[1], max(FILE_BYTES[0], sum(tensors.values()) // stored.worker.group.size))
     files, full = list[tuple[int, list[str]]](), 0
-    for name in sorted(tensors, key=worker.writer_rank):  # by rank, and in the order of the model
-        writer = worker.writer_rank(name)
+    for name in sorted(tensors, key=stored.writer):  # by rank, and in the order of the model
+        writer = stored.writer(name)
         if not files or files[-1][0] != writer or full + tensors[name] > limit:
             files.append((writer, []))
             full = 0
@@ -367,6 +408,7 @@ def write_metadata(
         stored["inner_rates"] = {
             name.removeprefix("hf."): column
             for name, column in zip(rates.layers.names, rates.table.T.tolist(), strict=True)
+            if name != FIXED
         }
     if description.labels:
         stored["labels"] = list(description.labels)

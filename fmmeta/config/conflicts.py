@@ -43,7 +43,7 @@ RESOLVED = (
 def resolved(c: Any) -> dict[str, Any]:
     """Values for the settings that were left open."""
     builtin = c.model_name_or_path == "tiny"
-    adamw = 2e-3 if builtin else 2e-4 if c.lora_r else 2e-5
+    adamw = 2e-3 if builtin else 2e-4 if c.lora_r and not c.outer_parameters else 2e-5
     open_settings = {
         "outer_lr": {"sgd": 1.0, "nesterov": 0.7}.get(c.outer_optimizer, adamw),
         "adam_epsilon": 1e-3 if builtin else 1e-6,

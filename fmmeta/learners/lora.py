@@ -38,6 +38,7 @@ from fmmeta.learners.files import (
     reading,
     split_source,
 )
+from fmmeta.learners.parameter_sets import is_base, trains_base
 from fmmeta.learners.text_part import outside, parts_of
 
 PREFIX = "base_model.model."  # of the names in an adapter file
@@ -319,13 +320,13 @@ def save_adapter(folder: Path, learner: HFLearner, weights: dict[str, Tensor], c
     for name in ("target_modules", "target_parameters", "exclude_modules"):
         if isinstance(getattr(settings, name), set):
             setattr(settings, name, sorted(getattr(settings, name)))
-    if config.builtin_model:
+    if config.builtin_model or trains_base(learner):
         settings.base_model_name_or_path = os.path.abspath(folder / BASE_FOLDER)
     settings.save_pretrained(folder)
     named = {
         file_name(name, learner.hf): weights[name].contiguous()
         for name, param in learner.named_parameters()
-        if param.requires_grad and name.startswith("hf.")
+        if param.requires_grad and name.startswith("hf.") and not is_base(learner, name)
     }
     save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
 

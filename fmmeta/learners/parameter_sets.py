@@ -14,18 +14,18 @@ A set is a list of the names below and of patterns of parameters' names; what fo
 
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
+from fmmeta.learners.base import Learner
 from fmmeta.learners.experts import router_names
 
 EXCEPT = "except"
 
 
-def named_sets(learner: Any) -> dict[str, set[str]]:
+def named_sets(learner: Learner) -> dict[str, set[str]]:
     """Names of a learner's parameters by what they are."""
     names = {name for name, _ in learner.named_parameters()}
     adapters, head = {name for name in names if ".lora_" in name}, {*learner.head_names} & names
@@ -66,7 +66,7 @@ def select(
     return (chosen if begin else {*among}) - without
 
 
-def inner_parameters(config: Config, learner: Any) -> list[str]:
+def inner_parameters(config: Config, learner: Learner) -> list[str]:
     """The list of the inner set: --inner_parameters, or by default what the algorithm adapts, without the
     routers of a mixture of experts whose weights are all trained. A router that changes with a task sends
     tokens to experts that have not seen it.
@@ -78,7 +78,17 @@ def inner_parameters(config: Config, learner: Any) -> list[str]:
     return [*spec.adapts.split(), *([EXCEPT] if without and EXCEPT not in spec.adapts else []), *without]
 
 
-def choose_parameters(learner: Any, config: Config) -> None:
+def is_base(learner: Learner, name: str) -> bool:
+    """Whether a parameter belongs to the model below adapters and the layers above it."""
+    return ".lora_" not in name and not name.startswith(tuple(learner.top))
+
+
+def trains_base(learner: Learner) -> bool:
+    """Whether weights are trained that LoRA freezes."""
+    return any(param.requires_grad and is_base(learner, name) for name, param in learner.named_parameters())
+
+
+def choose_parameters(learner: Learner, config: Config) -> None:
     """Set which parameters of a learner are trained, and of these `outer_only` and `inner_only`.
 
     Without --outer_parameters those are trained that are so now: all weights, or adapters and head. Raises
@@ -89,6 +99,7 @@ def choose_parameters(learner: Any, config: Config) -> None:
     outer = trained
     if config.outer_parameters:
         outer = select("outer_parameters", config.outer_parameters, params, sets)
+        outer |= sets["head"] if config.joint_head else set()  # that of all classes begins with zeros
         if packed := [name for name in sorted(outer - trained) if not params[name].is_floating_point()]:
             raise UsageError(
                 f"outer_parameters={' '.join(config.outer_parameters)} names {packed[0]}, which is quantised;"

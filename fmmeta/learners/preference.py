@@ -148,10 +148,12 @@ class PreferenceLearner(PairLearner):
     def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:
         pairs = super().rows(config, tokenizer, columns, answered)
         named = [column_like(one, columns) for one in REFERENCE]
-        if any(named) != all(named) or not (config.lora_r or all(named)):
+        constant = config.lora_r and not config.outer_parameters
+        if any(named) != all(named) or not (constant or all(named)):
             raise UsageError(
-                f"task_type={config.task_type} compares with a reference model; give --lora_r 8, whose base"
-                f" is the reference, or both columns {' and '.join(REFERENCE)} of the data"
+                f"task_type={config.task_type} compares with a reference model; give --lora_r 8 without"
+                " --outer_parameters, whose base is the reference, or both columns"
+                f" {' and '.join(REFERENCE)} of the data"
             )
 
         def read(row: Row) -> dict[str, Any]:

@@ -188,15 +188,19 @@ def build_param_map(
     return ParamMap(tuple(fragments), begin, groups, replicated)
 
 
-def param_groups(model: nn.Module, inner_only: Collection[str], weight_decay: bool) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module, inner_only: Collection[str], weight_decay: bool, part: nn.Module | None = None
+) -> list[dict[str, Any]]:
     """Sort trainable parameters into GROUPS: no weight decay on vectors (norms, biases).
 
     inner_only: names of those that are no meta-parameters, such as a head that every task initialises.
-    Without `weight_decay` all other parameters are one group.
+    Without `weight_decay` all other parameters are one group. part: of the model, whose parameters are
+    sorted.
     """
     sorted_into: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
+    wanted = {id(param) for param in (part or model).parameters()}
     for name, param in model.named_parameters():
-        if param.requires_grad:
+        if param.requires_grad and id(param) in wanted:
             matrix = len(getattr(param, "ds_shape", param.shape)) > 1  # ZeRO 3 empties the shape
             sorted_into[
                 INNER_ONLY if name in inner_only else "decay" if weight_decay and matrix else "no_decay"

@@ -508,7 +508,7 @@ def card_content(run: Run, config: Config, compared: Compared | None, verdict: s
         "learning": spec.learning,
         "outer loop": f"{steps} of {config.outer_optimizer} over {tasks} each,"
         f" outer_lr {config.outer_lr * config.outer_lr_factor:g}, seed {config.seed}",
-        "trained weights": f"LoRA adapters of rank {config.lora_r}{merged}" if config.lora_r else "",
+        "trained weights": trained_weights(config, merged),
         "verdict": escaped(verdict),
         "sentence vector": f"{description.pooling} pooling" if description.pooling != "model" else "",
     }
@@ -525,6 +525,15 @@ def card_content(run: Run, config: Config, compared: Compared | None, verdict: s
         dataset=[] if spec.trains_nothing else config.dataset,
         results=card_results(config, shape, data, compared, description.images) if compared else [],
         scores=card_scores(compared, config, shape) if compared else None,
+    )
+
+
+def trained_weights(config: Config, merged: str) -> str:
+    """What was trained, for a card; "" for all weights. merged: what became of adapters."""
+    sets = {"changed by the inner loop": config.inner_parameters, "meta-trained": config.outer_parameters}
+    adapters = [f"LoRA adapters of rank {config.lora_r}{merged}"] if config.lora_r else []
+    return "; ".join(
+        [*adapters, *(f"{what}: {code(' '.join(given))}" for what, given in sets.items() if given)]
     )
 
 

@@ -18,6 +18,10 @@ FAST = [  # layout, stage, algorithm, model, head, settings, pipeline stages (-T
     ((2, 1), "plain", "ttt-first", "llama", "zero", "stream", 1),
     ((1, 2), 2, "ttt", "llama", "zero", "stream-lora", 1),
     ((1, 2), 3, "ttt-first", "llama", "zero", "stream", 1),
+    ((1, 1), "plain", "maml", "llama", "zero", "base-under-adapters", 1),
+    ((1, 1), "plain", "fomaml-rates", "bert", "zero", "base-under-adapters", 1),
+    ((1, 2), 2, "maml", "llama", "zero", "all-under-adapters", 1),
+    ((1, 2), 3, "fomaml", "llama", "zero", "base-under-adapters", 1),
     ((1, 1), 2, "anil", "bert", "learned", "classes", 1),
     ((1, 1), 3, "protonet", "bert", "prototype", "classes", 1),
     ((2, 1), "plain", "fomaml", "bert", "learned", "tags", 1),
@@ -36,6 +40,15 @@ FAST = [  # layout, stage, algorithm, model, head, settings, pipeline stages (-T
 ]
 SLOW = [
     ((1, 1), "plain", "maml-adapters", "t53", "zero", "seq2seq-lora", 1),
+    ((1, 1), "plain", "maml", "llama", "zero", "norms", 1),
+    ((1, 1), "plain", "meta_sgd", "llama", "zero", "norms", 1),
+    ((1, 1), "plain", "ttt", "llama", "zero", "stream-base", 1),
+    ((2, 1), "plain", "fomaml", "bert", "zero", "base-under-adapters", 1),
+    ((2, 1), "plain", "joint", "bert", "zero", "base-of-all", 1),
+    ((1, 2), 0, "fomaml", "bert", "learned", "all-under-adapters", 1),
+    ((1, 2), 1, "fomaml-rates", "llama", "zero", "norms", 1),
+    ((1, 2), 3, "maml", "llama", "zero", "all-under-adapters", 1),
+    ((1, 2), 3, "boil", "bert", "learned", "norms-meta", 1),
     ((1, 1), "plain", "fomaml", "llama3", "zero", "tags", 1),
     ((1, 1), "plain", "fomaml", "t53", "zero", "seq2seq", 1),
     ((1, 1), "plain", "maml-adapters", "llama", "zero", "preference-lora", 1),
@@ -66,6 +79,8 @@ SLOW = [
     ((1, 2), 0, "fomaml", "llama3", "zero", "tags", -2),
     ((1, 2), 1, "fomaml", "llama3", "zero", "preference-columns", -2),
     ((1, 2), 0, "fomaml", "llama3", "zero", "answers", -2),
+    ((1, 2), 0, "fomaml", "llama3", "zero", "base-under-adapters", 2),
+    ((1, 2), 0, "fomaml", "llama3", "zero", "all-under-adapters", -2),
     ((1, 2), 0, "ttt-first", "llama3", "zero", "stream", 2),
     ((1, 2), 0, "ttt-first", "llama3", "zero", "stream", -2),
 ]
@@ -108,7 +123,14 @@ def kinds(tmp_path_factory):
             "num_query": 5,
         },
     }
+    under = {"lora_r": 4, "inner_parameters": ["except", "body"]}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALSO, "base-under-adapters", {**under, "outer_parameters": ["body"]})
+        patch.setitem(ALSO, "base-of-all", {"lora_r": 4, "outer_parameters": ["body"]})
+        patch.setitem(ALSO, "all-under-adapters", {**under, "outer_parameters": ["all"]})
+        patch.setitem(ALSO, "stream-base", {**learners["stream"], **under, "outer_parameters": ["body"]})
+        patch.setitem(ALSO, "norms", {"inner_parameters": ["norms"]})
+        patch.setitem(ALSO, "norms-meta", {"outer_parameters": ["norms", "head"]})
         patch.setitem(ALSO, "numbers-mean", {**regression, "pooling": "mean"})
         patch.setitem(ALSO, "preference-columns", {**preference, "dataset": [str(columns)]})
         for name, settings in learners.items():

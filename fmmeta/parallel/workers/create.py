@@ -23,6 +23,7 @@ from fmmeta.learners.experts import router_names
 from fmmeta.learners.forward_options import check_packing, compile_model
 from fmmeta.learners.lazy_weights import open_lazy_model
 from fmmeta.learners.load import Description, load_learner
+from fmmeta.learners.parameter_sets import trains_base
 from fmmeta.learners.quantized import check_use
 from fmmeta.learners.stages import base_model, plan_stages, take_stage
 from fmmeta.parallel.layout import GroupCoordinates, ParallelPlan
@@ -81,7 +82,8 @@ def create_full(
             learner: Any = load_learner(config, description)
             if plan.tensor > 1:
                 check_layers(base_model(learner), plan.tensor)
-        frozen = copies_to_export(config, ranks, frozen_tensors(learner), ranks.first)
+        writes = ranks.first and trains_base(learner)
+        frozen = copies_to_export(config, ranks, frozen_tensors(learner), writes)
     groups = groups_of(config, learner)
     if plan.engine == "plain":
         worker: Worker = PlainWorker(learner, groups, ranks.device, plan.deepspeed.bf16)
@@ -102,7 +104,8 @@ def load_sharded(
     with ranks.world.raise_on_all("opening the checkpoint"):
         model = open_lazy_model(config, description)
         learner = model.learner
-        if not config.lora_r:
+        exported = trains_base(learner)
+        if exported:
             model.materialize([name for name, param in learner.named_parameters() if not param.requires_grad])
         tensors = frozen_tensors(learner)  # a LoRA base is read a second time for its fingerprint, not kept
         in_checkpoint = {name for name, _ in learner.named_parameters()}  # a tied weight has one name there
@@ -111,7 +114,7 @@ def load_sharded(
             for name, value in sorted(tensors.items())
             if name in in_checkpoint or not value.is_meta
         )
-    frozen = copies_to_export(config, ranks, tensors, ranks.first, read)
+    frozen = copies_to_export(config, ranks, tensors, ranks.first and exported, read)
     del tensors  # an engine gives the frozen weights other storage
     shard_while_loading(model, filled, ranks.device)
     return learner, frozen, model.read
@@ -132,7 +135,7 @@ def create_stage(
         if plan.tensor > 1:
             check_layers(base_model(learner), plan.tensor)
         shared_by = sharing_ranks(description.hf_config, plan.tensor)
-        routers = router_names(learner)
+        routers, exported = router_names(learner), trains_base(learner)
         cut = plan_stages(learner, plan.stages, plan.layer_costs, shared_by)
         names = hold_stage(model, cut, coordinates)
         tensors = frozen_tensors(learner, [n for n, stage in cut.owner.items() if stage == coordinates.stage])
@@ -140,7 +143,7 @@ def create_stage(
         if config.packing:
             check_packing(learner.hf, stage.alone)
         groups = groups_of(config, learner, stage.body) or [{"params": [stage.idle], "name": "no_decay"}]
-    writes = ranks.layout.group_index == 0 and coordinates.data_rank == 0
+    writes = ranks.layout.group_index == 0 and coordinates.data_rank == 0 and exported
     frozen = copies_to_export(config, ranks, tensors, writes, stage=coordinates.stage)
     del tensors
     worker = PipelineWorker(
@@ -159,7 +162,7 @@ def groups_of(config: Config, learner: Learner, body: nn.Module | None = None) -
     """
     head = () if config.head_init == "learned" or config.joint_head else learner.head_names
     inner_only = {*head, *learner.inner_only}
-    return param_groups(learner if body is None else body, inner_only, config.weight_decay > 0)
+    return param_groups(learner, inner_only, config.weight_decay > 0, body)
 
 
 def frozen_tensors(learner: Learner, names: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -182,7 +185,7 @@ def copies_to_export(
     read: Iterable[tuple[str, Tensor]] | None = None,
     stage: int = 0,
 ) -> dict[str, Tensor]:
-    """Copies in host memory on the rank that writes them; none with LoRA, whose base is not exported.
+    """Copies in host memory on the rank that writes them; none of a base that is not exported.
 
     Refuses tensors that are not the same on all ranks. read: they and their values by name, if some are not
     loaded. Collective: world.
@@ -191,7 +194,7 @@ def copies_to_export(
         found = sorted(tensors.items()) if read is None else read
         mark = fingerprint((name, check_finite(config, name, value, True)) for name, value in found)
     check_equal(ranks, mark, stage)
-    if config.lora_r or not writes:
+    if not writes:
         return {}
     return {name: value.cpu().clone() for name, value in tensors.items()}
 

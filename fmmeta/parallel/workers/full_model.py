@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fmmeta.common.errors import UsageError, one_line
-from fmmeta.learners.base import RowLosses, at_least_fp32, on_device
+from fmmeta.learners.base import Learner, RowLosses, at_least_fp32, on_device
 from fmmeta.learners.experts import router_names
 from fmmeta.learners.task_axis import TaskAxis
 from fmmeta.parallel.collectives import Communicator
@@ -324,7 +324,7 @@ class PlainWorker(FullModelWorker):
     """Holds the whole model. `groups`: parameter groups as `param_map.param_groups` returns them."""
 
     def __init__(
-        self, model: nn.Module, groups: list[dict[str, Any]], device: torch.device, bf16: bool = False
+        self, model: Learner, groups: list[dict[str, Any]], device: torch.device, bf16: bool = False
     ) -> None:
         self.device, self.storage_device, self.group = device, device, Communicator(None, 0, 1, device)
         params = [param for group in groups for param in group["params"]]
