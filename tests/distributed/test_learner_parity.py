@@ -5,7 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.matrix import ALSO, Case, Launches, ParityFixture, fast_and_slow_cases, selected, tolerance
+from tests.support.matrix import (
+    ALSO,
+    Case,
+    Launches,
+    ParityFixture,
+    assert_export_gives_logits,
+    fast_and_slow_cases,
+    selected,
+    tolerance,
+)
 from tests.support.models import write_pairs, write_preferences, write_rows
 
 FAST = [  # layout, stage, algorithm, model, head, settings, pipeline stages (-T: tensor ranks)
@@ -88,7 +97,10 @@ SLOW = [
 
 def cases_of(rows) -> list[Case]:
     return [
-        Case.of_row(layout, stage, algorithm, model, "fp32", "sgd", head, also, spread)
+        replace(
+            Case.of_row(layout, stage, algorithm, model, "fp32", "sgd", head, also, spread),
+            export="under-adapters" in also and model != "bert",
+        )
         for layout, stage, algorithm, model, head, also, spread in rows
     ]
 
@@ -158,3 +170,5 @@ def test_ends_where_the_oracle_ends(case, launches):
     assert launches.bench.error(case, theta) < tolerance(case)
     if case.also == "classes":
         assert launches.bench.error(replace(case, also="nothing"), theta) > 0.01
+    if case.export:
+        assert_export_gives_logits(launches.bench, case, theta)

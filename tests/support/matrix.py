@@ -802,7 +802,9 @@ def assert_export_gives_logits(bench: ParityFixture, case: Case, theta: dict[str
     models = [loaded]
     if adapters:
         size = {"num_labels": 5} if is_classifier(case.model) else {}
-        base = auto.from_pretrained(config.model_name_or_path, ignore_mismatched_sizes=True, **size)
+        trained = folder / "model" / "base"  # beside its adapters
+        name = trained if trained.is_dir() else config.model_name_or_path
+        base = auto.from_pretrained(name, ignore_mismatched_sizes=True, **size)
         models.append(PeftModel.from_pretrained(base, folder / "model"))
     ids = torch.randint(3, 259, (2, 12), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -15,7 +15,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 import fmmeta
 from fmmeta import MetaTrainer
-from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.command import episodes_of
 from fmmeta.evaluation.settings import EvaluateConfig
@@ -159,7 +158,13 @@ def test_a_trained_mixture_is_adapted_with_the_inner_set_of_its_training(folders
     """The commands that adapt a model run without the rule of its training."""
     one = {"inner_steps": 1, "inner_lr": 1.0, "outer_steps": 1, "eval_episodes": 0, "num_workers": 0}
     source, few = str(folders["qwen3_moe"]), {"meta_batch_size": 1, "k_shot": 2, "num_query": 2}
-    settings = {"task_type": "causal_lm", "output_dir": str(tmp_path), "inner_parameters": inner, **one, **few}
+    settings = {
+        "task_type": "causal_lm",
+        "output_dir": str(tmp_path),
+        "inner_parameters": inner,
+        **one,
+        **few,
+    }
     MetaTrainer(Config(model_name_or_path=source, dataset=["words"], **settings)).train()
     pairs = [{"input": "one", "output": "two"}, {"input": "three", "output": "four"}]
     fmmeta.adapt(tmp_path / "model", pairs, output_dir=tmp_path / "adapted", early_stopping=False)
@@ -193,7 +198,10 @@ def test_exact_meta_gradients_equal_autograd_in_fp64(family, settings, most):
     learner.hf.config._experts_implementation = "eager"  # the others know no fp64
     exact, first = (
         learners.oracle_gradient(learner, given, episode)[0]
-        for given in (config, learners.config_of(learner, inner_steps=2, inner_parameters=config.inner_parameters))
+        for given in (
+            config,
+            learners.config_of(learner, inner_steps=2, inner_parameters=config.inner_parameters),
+        )
     )
     assert learners.compared(learner, config, worker, found.gradient, exact)[1] < most
     assert learners.compared(learner, config, worker, found.gradient, first)[1] > 20 * most
