@@ -91,10 +91,10 @@ COMMANDS = {
         "fmmeta.elastic.lighthouse:lighthouse",
     ),
     "convert": Command(
-        "write a GGUF file as a Hugging Face folder with safetensors and tokenizer",
+        "write a GGUF file, or a model with prime MLPs, as a Hugging Face folder with safetensors",
         "fmmeta.learners.from_gguf:ConvertConfig",
         "fmmeta.learners.from_gguf:run",
-        "FILE DIR",
+        "MODEL DIR",
         "model_name_or_path output_dir",
     ),
     "plan": Command(

@@ -25,6 +25,7 @@ from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import disk_trouble, publishing
 from fmmeta.config.fields import refuse_first, setting
 from fmmeta.learners.files import GENERATION_FILE
+from fmmeta.learners.prime_mlps import add_prime_mlps
 
 TOKENS = ("bos", "eos", "eot", "eom", "unknown", "padding")  # whose ids are read
 UNREAD = "rope_freqs.weight"  # scaling of rotary frequencies, which transformers leaves out
@@ -36,8 +37,14 @@ SAMPLE = "In 2024, the other day:\n  1. a r\u00e9sum\u00e9  <|endoftext|>"
 class ConvertConfig:
     """`fmmeta convert`."""
 
-    model_name_or_path: str = setting("", "GGUF file of a language model")
+    model_name_or_path: str = setting("", "GGUF file of a language model; with prime_mlps a folder")
     output_dir: str = setting("", "Folder for the converted model, which must not exist or be empty")
+    prime_mlps: int = setting(
+        0,
+        "Add an MLP behind each of this many last blocks, for an inner loop that changes them alone: a quarter"
+        " of the blocks in test-time training end to end",
+        least=0,
+    )
 
 
 def run(settings: ConvertConfig) -> None:
@@ -53,7 +60,12 @@ def run(settings: ConvertConfig) -> None:
         taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if taken:
         raise UsageError(f"output_dir={folder} is not empty; choose another, so that nothing is overwritten")
-    convert(source, folder, digest_of(source), Progress(enabled=True).notice)
+    notice = Progress(enabled=True).notice
+    if settings.prime_mlps:
+        flags = add_prime_mlps(as_folder(str(source), notice), folder, settings.prime_mlps)
+        notice(f"model {folder}; {flags}")
+    else:
+        convert(source, folder, digest_of(source), notice)
 
 
 def is_gguf(model_name_or_path: str) -> bool:

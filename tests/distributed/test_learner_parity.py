@@ -31,6 +31,7 @@ FAST = [  # layout, stage, algorithm, model, head, settings, pipeline stages (-T
     ((1, 1), "plain", "fomaml-rates", "bert", "zero", "base-under-adapters", 1),
     ((1, 2), 2, "maml", "llama", "zero", "all-under-adapters", 1),
     ((1, 2), 3, "fomaml", "llama", "zero", "base-under-adapters", 1),
+    ((1, 2), 3, "ttt-first", "llama", "zero", "stream-prime", 1),
     ((1, 1), 2, "anil", "bert", "learned", "classes", 1),
     ((1, 1), 3, "protonet", "bert", "prototype", "classes", 1),
     ((2, 1), "plain", "fomaml", "bert", "learned", "tags", 1),
@@ -52,6 +53,8 @@ SLOW = [
     ((1, 1), "plain", "maml", "llama", "zero", "norms", 1),
     ((1, 1), "plain", "meta_sgd", "llama", "zero", "norms", 1),
     ((1, 1), "plain", "ttt", "llama", "zero", "stream-base", 1),
+    ((1, 1), "plain", "ttt", "llama", "zero", "stream-prime", 1),
+    ((1, 2), 2, "maml", "llama", "zero", "prime", 1),
     ((2, 1), "plain", "fomaml", "bert", "zero", "base-under-adapters", 1),
     ((2, 1), "plain", "joint", "bert", "zero", "base-of-all", 1),
     ((1, 2), 0, "fomaml", "bert", "learned", "all-under-adapters", 1),
@@ -136,11 +139,15 @@ def kinds(tmp_path_factory):
         },
     }
     under = {"lora_r": 4, "inner_parameters": ["except", "body"]}
+    new = {"inner_parameters": ["*.layers.1.mlp.*"]}  # as of prime MLPs
+    prime = {**new, "outer_parameters": ["all", "except", "*.layers.1.self_attn.*"]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALSO, "base-under-adapters", {**under, "outer_parameters": ["body"]})
         patch.setitem(ALSO, "base-of-all", {"lora_r": 4, "outer_parameters": ["body"]})
         patch.setitem(ALSO, "all-under-adapters", {**under, "outer_parameters": ["all"]})
         patch.setitem(ALSO, "stream-base", {**learners["stream"], **under, "outer_parameters": ["body"]})
+        patch.setitem(ALSO, "prime", prime)
+        patch.setitem(ALSO, "stream-prime", {**learners["stream"], **prime})
         patch.setitem(ALSO, "norms", {"inner_parameters": ["norms"]})
         patch.setitem(ALSO, "norms-meta", {"outer_parameters": ["norms", "head"]})
         patch.setitem(ALSO, "numbers-mean", {**regression, "pooling": "mean"})
