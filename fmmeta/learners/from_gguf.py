@@ -41,7 +41,7 @@ class ConvertConfig:
     output_dir: str = setting("", "Folder for the converted model, which must not exist or be empty")
     prime_mlps: int = setting(
         0,
-        "Add an MLP behind each of this many last blocks, for an inner loop that changes them alone: a quarter"
+        "Add an MLP behind each of so many last blocks, for an inner loop that changes them alone: a quarter"
         " of the blocks in test-time training end to end",
         least=0,
     )
