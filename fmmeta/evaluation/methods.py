@@ -236,7 +236,8 @@ def stored_rates(config: Config, inner: InnerLoop, worker: Worker) -> Rates:
     if None in columns.values():
         raise UsageError(
             f"model_name_or_path={config.model_name_or_path}: the inner rates in fmmeta.json are of other"
-            f" layers than lora_r={config.lora_r} trains; leave --lora_r out, or give --inner_lr"
+            " layers than the inner loop changes; give --inner_lr, or leave --lora_r and --inner_parameters"
+            " out"
         )
     if config.head_init == "zero" and inner.head.names and not any(columns.get(HEAD) or ()):
         raise UsageError(

@@ -63,7 +63,9 @@ def select(
                 )
             found |= fitting & {*among}
     (_, chosen), (_, without) = parts
-    return (chosen if begin else {*among}) - without
+    if not (chosen := (chosen if begin else {*among}) - without):
+        raise UsageError(f"{setting}={' '.join(given)} leaves no parameter; name one")
+    return chosen
 
 
 def inner_parameters(config: Config, learner: Learner) -> list[str]:

@@ -255,7 +255,8 @@ class Planner:
         """The run's settings, with changes. Raises `UsageError` if they contradict each other."""
         given = {**self.given, **changes}
         if not given.get("lora_r"):  # settings of adapters are refused without them
-            given = {name: value for name, value in given.items() if not name.startswith(("lora_", "peft_"))}
+            sets = ("inner_parameters", "outer_parameters") if self.plan.lora_r else ()
+            given = {n: value for n, value in given.items() if not n.startswith(("lora_", "peft_", *sets))}
         return Config(**given)
 
     def deepspeed_of(self, strategy: Strategy) -> DeepSpeedSettings:

@@ -85,6 +85,7 @@ def test_patterns_and_exceptions():
         ({"inner_parameters": ["adapters"]}, ["inner_parameters=adapters fits no parameter"]),
         ({**ADAPTERS, "inner_parameters": ["body"]}, ["inner_parameters=body fits no parameter"]),
         ({"outer_parameters": ["*.lm_head.*"]}, ["outer_parameters=*.lm_head.* fits no parameter"]),
+        ({"inner_parameters": ["except", "all"]}, ["inner_parameters=except all leaves no parameter"]),
     ],
     ids=str,
 )
