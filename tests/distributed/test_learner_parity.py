@@ -44,6 +44,8 @@ SLOW = [
     ((1, 2), 0, "ttt-rates", "llama", "zero", "stream-lora", 1),
     ((1, 2), 1, "ttt-first", "llama", "zero", "stream", 1),
     ((1, 2), 3, "ttt", "llama", "zero", "stream-lora", 1),
+    ((1, 2), 2, "ttt", "llama", "zero", "stream-clip-lora", 1),
+    ((1, 2), 3, "ttt", "llama", "zero", "stream-clip", 1),
     ((1, 2), 0, "joint", "llama", "zero", "stream", 1),
     ((2, 1), "plain", "fomaml", "bert", "zero", "tags-lora-tasks", 1),
     ((2, 1), "plain", "fomaml", "bart3", "zero", "seq2seq", 1),
@@ -108,6 +110,7 @@ def kinds(tmp_path_factory):
             "num_query": 5,
         },
     }
+    learners["stream-clip"] = {**learners["stream"], "inner_max_grad_norm": 0.5}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALSO, "numbers-mean", {**regression, "pooling": "mean"})
         patch.setitem(ALSO, "preference-columns", {**preference, "dataset": [str(columns)]})

@@ -43,6 +43,7 @@ from tests.support.learners import (
 from tests.support.messages import check_message, check_text, exit_code, refusal
 
 CHUNKS = 4
+CLIP = 4.0  # a norm that the gradients of some steps exceed
 
 
 def stream_learner(adapters: bool) -> Learner:
@@ -96,13 +97,18 @@ def fp64():
         {"first_order_steps": 1},
         {"first_order_steps": 1, "inner_lr_learned": "layer"},
         {"freeze": ["*.mlp.*"]},
+        {"inner_max_grad_norm": CLIP},
+        {"inner_max_grad_norm": CLIP, "freeze": ["*.mlp.*"]},
+        {"inner_max_grad_norm": CLIP, "truncate_steps": 2},
+        {"inner_max_grad_norm": CLIP, "inner_lr_learned": "layer"},
+        {"inner_max_grad_norm": CLIP, "first_order_steps": 1},
     ],
     ids=str,
 )
 def test_in_fp64_the_recursion_is_autograd_through_the_whole_stream(fp64, settings, lora):
     learner = stream_learner(lora).double()
     if lora and "freeze" in settings:
-        settings = {"freeze": ["*.mlp.*lora*"]}
+        settings = {**settings, "freeze": ["*.mlp.*lora*"]}
     config = config_of(**settings, second_order="autograd", **({"lora_r": 2} if lora else {}))
     found, worker = found_by(learner, config)
     assert found.finite
@@ -110,18 +116,34 @@ def test_in_fp64_the_recursion_is_autograd_through_the_whole_stream(fp64, settin
     mine = by_name(worker, found.gradient)
     flat = [torch.cat([of[name].reshape(-1) for name in wanted]) for of in (mine, wanted)]
     assert cosine_and_error(*flat)[1] < 1e-9
+    if config.inner_lr_learned == "layer":
+        by_rate = {id(rate): rate for rate in of_rates.values()}  # each once
+        torch.testing.assert_close(found.extra["rates"].sum(), torch.stack([*by_rate.values()]).sum())
     if config.inner_lr_learned == "element":
         rates = by_name(worker, found.extra["rates"])
         flat = [torch.cat([of[name].reshape(-1) for name in of_rates]) for of in (rates, of_rates)]
         assert cosine_and_error(*flat)[1] < 1e-9
 
 
-def test_differences_of_gradients_give_the_same():
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+def test_differences_of_gradients_give_the_same(clip):
     learner = stream_learner(False)
     one, other = (
-        found_by(learner, config_of(second_order=by))[0].gradient for by in ("autograd", "differences")
+        found_by(learner, config_of(second_order=by, inner_max_grad_norm=clip))[0].gradient
+        for by in ("autograd", "differences")
     )
     assert cosine_and_error(other.double(), one.double())[1] < 1e-3
+
+
+def test_a_clipped_step_moves_as_far_as_its_rate_says():
+    """The norm is that of what the step moves."""
+    learner = stream_learner(False)
+    for frozen in ([], ["*.mlp.*"]):
+        config = config_of(chunks=1, inner_max_grad_norm=0.5, freeze=frozen)
+        worker, rows = worker_of(learner, config), episode()
+        theta = worker.read()
+        setup_of(worker, config).inner.adapt(worker, theta, Batcher(0).episode(rows).support)
+        assert float((worker.read() - theta).norm()) == pytest.approx(0.1 * 0.5, rel=1e-5)
 
 
 def test_first_order_is_reptile_with_an_ordered_support_set():
@@ -313,6 +335,10 @@ def test_a_file_that_is_no_text_and_documents_that_are_all_too_short_are_refused
         ({"max_length": 64}, ["max_length=64", "context=3 and chunk=5"]),
         ({"prompt_template": "chat"}, ["prompt_template=chat means nothing for task_type=stream"]),
         ({"support_batch_size": 2}, ["support_batch_size=2"]),
+        (
+            {"inner_max_grad_norm": 1.0, "inner_lr_learned": "element"},
+            ["inner_max_grad_norm=1.0 with inner_lr_learned=element", "leave one out"],
+        ),
     ],
     ids=str,
 )
@@ -324,6 +350,7 @@ def test_settings_that_mean_nothing_for_streams_are_refused(settings, parts):
     ("settings", "parts"),
     [
         ({"chunk": 8}, ["chunk=8 means nothing for task_type=causal_lm"]),
+        ({"inner_max_grad_norm": 1.0}, ["inner_max_grad_norm=1.0 means nothing for task_type=causal_lm"]),
         ({"algorithm": "ttt"}, ["task_type=causal_lm does not go with algorithm=ttt", "streams"]),
     ],
     ids=str,
