@@ -506,8 +506,7 @@ def config_of(
     if find(given.get("task_type") or CLASSIFICATION.name).ordered:
         raise UsageError(
             f"model_name_or_path={name} is for documents (task_type={given['task_type']}), which have no"
-            " answers; continue a text with transformers, which loads the folder, or score documents with"
-            " fmmeta evaluate"
+            " answers; score and continue documents with fmmeta predict --model_name_or_path"
         )
     fixed = {"model_name_or_path": name, "pooling": pooling, "algorithm": "none", "bf16": False}
     config = Config(**{**given, **fixed})

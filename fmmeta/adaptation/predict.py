@@ -4,6 +4,7 @@
     {"image": path} or a path    -->  the same, for a model of images
                                       {"input", "output"}                 a greedy answer (causal_lm), or
                                                                           that of a learner that reads rows
+    a document                   -->  bits per byte and a continuation    documents.py
 
 With one model, or with the adapters of a directory: each row names its folder, rows of many adapters share a
 pass of their base, and an adapter is loaded when a row names it.
@@ -23,19 +24,21 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from safetensors.torch import load_file
 
+from fmmeta.adaptation.documents import COLUMNS, continued
 from fmmeta.adaptation.model import Answer, Input, LoadedModel, config_of, load, load_model, stored_examples
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import inside, printable
 from fmmeta.common.text import counted, to_json
 from fmmeta.config.fields import refuse_first
-from fmmeta.config.learners import stored_kind
+from fmmeta.config.learners import find, stored_kind
 from fmmeta.evaluation.results import check_output, open_output
 from fmmeta.evaluation.settings import SHARED_BY_BASE, PredictConfig
 from fmmeta.learners.files import (
@@ -67,6 +70,13 @@ def run(settings: PredictConfig) -> None:
             stream.reconfigure(encoding="utf-8")
     if settings.output != "-":
         check_output(Path(settings.output))
+    name = settings.task_type or stored_kind(remembered(settings.model_name_or_path)).name
+    if find(name).ordered and not settings.adapters:
+        with open_output(settings.output) as file:
+            write = writer(file, settings, COLUMNS)
+            for one in continued(settings, partial(rows_of, settings)):
+                write(one)
+        return
     adapters = AdapterDirectory(settings) if settings.adapters else None
     model = adapters.model if adapters else load(settings).loaded
     names = ["text", "label", "score"] if model.config.learner.of_classes else ["input", "output"]
@@ -291,9 +301,8 @@ def inputs_of(settings: PredictConfig, model: LoadedModel) -> Iterator[Input]:
 
     Raises `UsageError`.
     """
-    path, column = Path(settings.input), settings.text_column
-    rows = stream_file(path) if ending(path) else lines_of(settings, column or model.columns[0])
-    for row in rows:
+    column = settings.text_column
+    for row in rows_of(settings, column or model.columns[0]):
         found = model.read(row, column)
         if settings.adapters:
             name = row.values.get(settings.adapter_column)
@@ -304,6 +313,12 @@ def inputs_of(settings: PredictConfig, model: LoadedModel) -> Iterator[Input]:
                 )
             found = replace(found, adapter=str(name))
         yield found
+
+
+def rows_of(settings: PredictConfig, column: str) -> Iterator[Row]:
+    """The rows of `--input`; those of plain lines are values of `column`. Raises `UsageError`."""
+    path = Path(settings.input)
+    return stream_file(path) if ending(path) else lines_of(settings, column)
 
 
 def lines_of(settings: PredictConfig, column: str) -> Iterator[Row]:

@@ -604,7 +604,7 @@ class PredictConfig(OfStoredModel, TokenConfig, LoadConfig):
     micro_batch_size: int = setting(
         32, "Most inputs of one forward pass, when they come from a file", least=1
     )
-    max_new_tokens: int = setting(64, "causal_lm: longest answer", least=1)
+    max_new_tokens: int = setting(64, "causal_lm: longest answer; stream: continuation", least=1)
     equal_classes: bool = setting(
         False,
         "Answer all inputs together, on the assumption that every class has equally many of them"

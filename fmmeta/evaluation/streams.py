@@ -1,7 +1,7 @@
 """Scores of documents that are learned chunk by chunk: bits per byte, of a stretch and by position in it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,15 @@ POSITIONS = (0, 256, 1024, 4096, 16384)
 """Tokens of a stretch where a range of positions begins."""
 
 
+def bits_and_bytes(
+    rows: Sequence[Any], passes: Sequence[PassStats], tokenizer: Any
+) -> Iterator[tuple[float, int]]:
+    """Bits and bytes of the label tokens of each row, by a pass over it. Local."""
+    for row, one in zip(rows, passes, strict=True):
+        tokens = [label for label in row.labels if label != IGNORE]
+        yield one.loss * len(tokens) / math.log(2), len(tokenizer.decode(tokens).encode())
+
+
 def stream_score(
     slot: int, task: Task, draw: Stretch, passes: Sequence[PassStats], tokenizer: Any
 ) -> EpisodeScore:
@@ -26,12 +35,10 @@ def stream_score(
     to the next of POSITIONS.
     """
     ranges = dict[str, list[tuple[float, int]]]()
-    for number, (row, one) in enumerate(zip(draw.read().support, passes, strict=True)):
-        tokens = [label for label in row.labels if label != IGNORE]
+    for number, found in enumerate(bits_and_bytes(draw.read().support, passes, tokenizer)):
         begin = max(begin for begin in POSITIONS if begin <= number * draw.config.chunk)
-        bits = one.loss * len(tokens) / math.log(2)
         for name in ("bits_per_byte", f"bits_per_byte_from_{begin}"):
-            ranges.setdefault(name, []).append((bits, len(tokenizer.decode(tokens).encode())))
+            ranges.setdefault(name, []).append(found)
     metrics = {
         name: sum(bits for bits, _ in parts) / sum(size for _, size in parts)
         for name, parts in ranges.items()

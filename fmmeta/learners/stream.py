@@ -5,6 +5,8 @@ A row is `--context` tokens without loss and `--chunk` tokens with it, cut out o
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +43,16 @@ class StreamLearner(CausalLearner):
 
     def score(self, batches: Sequence[MicroBatch]) -> None:
         """Rows share no prefix."""
+
+    @classmethod
+    def reader(cls, config: Config, tokenizer: Any, ends: Sequence[int]) -> Any:
+        """Reads a continuation, which an end token ends."""
+        stops = [one for one in dict.fromkeys((*ends, tokenizer.eos_token_id)) if one is not None]
+
+        def text(ids: Sequence[int]) -> str:
+            return tokenizer.decode([*takewhile(lambda one: one not in stops, ids)], skip_special_tokens=True)
+
+        return SimpleNamespace(ends=stops, text=text)
 
     @classmethod
     def content(cls, row: Any) -> Sequence[str]:

@@ -1,6 +1,8 @@
 """Documents as tasks: their rows, and meta-gradients of losses before each step."""
 
 import copy
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from fmmeta.meta.reference import set_loss
 from fmmeta.parallel.costs import passes
 from fmmeta.parallel.workers.base import PassStats
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
+from fmmeta.tasks.data.encode import plain_tokens
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.tasks.sources.load import load_sources
@@ -441,6 +444,49 @@ def test_a_folder_of_documents_is_adapted_to_one_by_one(trained, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"a", "b"}
 
 
+def test_predict_continues_a_document_with_what_it_has_learned(trained, tmp_path, capsys):
+    """The continuation is that of an adapted model, and parts of a document are learned as one."""
+    words = ["predict", "--model_name_or_path", str(trained / "run" / "model"), "--max_new_tokens", "9"]
+    assert exit_code([*words, "--input", str(trained / "a.txt")]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [*answer] == ["document", "tokens", "bits_per_byte", "zero_shot_bits_per_byte", "output"]
+    text = (trained / "a.txt").read_text()
+    assert answer["document"].endswith("a.txt")
+    assert answer["tokens"] == len(text) - 1
+    assert answer["bits_per_byte"] < answer["zero_shot_bits_per_byte"] - 1
+    by_hand = fmmeta.adapt(trained / "run" / "model", str(trained / "a.txt"), output_dir=tmp_path / "a")
+    ids = torch.tensor([plain_tokens(by_hand.loaded.tokenizer, text)[-8:]])
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    for _ in range(9):
+        ids = torch.cat([ids, hf(ids).logits[0, -1].argmax().view(1, 1)], 1)
+    assert answer["output"] == by_hand.loaded.tokenizer.decode(ids[0, 8:], skip_special_tokens=True)
+    rows = [{"text": part, "document": name} for name in "xy" for part in (text[:90], text[90:])]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    table = tmp_path / "out.csv"
+    assert exit_code([*words, "--input", str(tmp_path / "rows.jsonl"), "--output", str(table)]) == 0
+    found = [*csv.DictReader(table.open())]
+    assert [one["document"] for one in found] == ["x", "y"]
+    for one in found:
+        assert float(one["bits_per_byte"]) == answer["bits_per_byte"]
+        assert one["output"] == answer["output"]
+
+
+def test_predict_begins_at_adapted_weights(trained, tmp_path, capsys, monkeypatch):
+    model, texts = str(trained / "run" / "model"), str(trained / "a.txt")
+    learned = ["--model_name_or_path", model, "--support", texts, "--lora_r", "2", "--inner_lr", "1"]
+    assert exit_code(["adapt", *learned, "--output_dir", str(tmp_path / "adapted")]) == 0
+    found = []
+    for folder in (model, tmp_path / "adapted"):
+        monkeypatch.setattr("sys.stdin", io.StringIO((trained / "a.txt").read_text()))
+        capsys.readouterr()
+        assert exit_code(["predict", "--model_name_or_path", str(folder), "--max_new_tokens", "1"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[1]["zero_shot_bits_per_byte"] < found[0]["zero_shot_bits_per_byte"] - 0.1
+    assert found[1]["bits_per_byte"] < found[1]["zero_shot_bits_per_byte"]
+    assert exit_code(["predict", "--adapters", str(tmp_path)]) == 2
+    check_message(capsys.readouterr().err, "have no answers", "fmmeta predict --model_name_or_path")
+
+
 def test_a_stored_number_of_steps_follows_the_chunks(trained, tmp_path):
     model = str(trained / "run" / "model")
     words = ["--model_name_or_path", model, "--dataset", "ciphers", "--episodes", "1", "--chunks", "6"]
@@ -455,7 +501,8 @@ def test_commands_for_rows_refuse_documents_in_one_line(trained, tmp_path, capsy
     rows = [{"text": "a b c d e", "document": name} for name in "ab"]
     (trained / "two.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for given, part in (
-        (["predict", "--model_name_or_path", model, "--input", str(trained / "a.txt")], "have no answers"),
+        (["predict", *words[1:], "--input", str(trained / "a.txt"), "--equal_classes"], "equal_classes=True"),
+        (["predict", *words[1:], "--input", str(trained / "short.txt")], "give a longer document"),
         (["tune", "--model_name_or_path", model, "--dataset", "ciphers"], "each chunk once"),
         (["inspect", "--task_type", "stream", "--dataset", "ciphers"], "no rows to show"),
         (
