@@ -47,6 +47,7 @@ from fmmeta.tasks.data.images import EncodedImage
 from fmmeta.tasks.data.rows import prefixed
 
 TRAINED_HEADS = ("ForSequenceClassification", "ForImageClassification")
+ASIDE = partial(LOGGER.info, "%s", extra=STDERR)  # answers are written to standard output
 PASSES = 16  # forward passes whose rows are encoded together, and sorted by length
 
 
@@ -469,8 +470,7 @@ def with_labels(config: Config, description: Description, labels: Sequence[str])
 
 def load(settings: PredictConfig) -> AdaptedModel:
     """Load a model with the classes that it has learned. Raises `UsageError`."""
-    aside = partial(LOGGER.info, "%s", extra=STDERR)  # answers are written to standard output
-    name = as_folder(settings.model_name_or_path, aside)
+    name = as_folder(settings.model_name_or_path, ASIDE)
     refuse_no_model(name)
     stored, labels = remembered(name), tuple[str, ...]()
     config, description = config_of(settings, name, stored, settings.pooling)

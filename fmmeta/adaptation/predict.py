@@ -4,7 +4,14 @@
     {"image": path} or a path    -->  the same, for a model of images
                                       {"input", "output"}                 a greedy answer (causal_lm), or
                                                                           that of a learner that reads rows
-    a document                   -->  bits per byte and a continuation    documents.py
+
+With a model of streams a document is a .txt or .md file, a row or line with a text, or the rows of one
+`document` in their order:
+
+    {"text": ...}  -->  {"document", "tokens", "bits_per_byte", "zero_shot_bits_per_byte", "output"}
+
+bits_per_byte: of each chunk before the step on it, from the model's weights on; zero_shot: without steps.
+output: a greedy continuation by the weights after the last chunk, which sees the last `context` tokens.
 
 With one model, or with the adapters of a directory: each row names its folder, rows of many adapters share a
 pass of their base, and an adapter is loaded when a row names it.
@@ -24,15 +31,24 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from safetensors.torch import load_file
 
-from fmmeta.adaptation.documents import COLUMNS, continued
-from fmmeta.adaptation.model import Answer, Input, LoadedModel, config_of, load, load_model, stored_examples
+from fmmeta.adaptation.model import (
+    ASIDE,
+    Answer,
+    Input,
+    LoadedModel,
+    config_of,
+    load,
+    load_model,
+    refuse_no_model,
+    stored_examples,
+)
+from fmmeta.adaptation.task_learner import TaskExamples, TaskLearner
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import inside, printable
@@ -40,7 +56,8 @@ from fmmeta.common.text import counted, to_json
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.learners import find, stored_kind
 from fmmeta.evaluation.results import check_output, open_output
-from fmmeta.evaluation.settings import SHARED_BY_BASE, PredictConfig
+from fmmeta.evaluation.settings import SHARED_BY_BASE, SHARED_BY_PREDICT, AdaptConfig, PredictConfig
+from fmmeta.evaluation.streams import bits_and_bytes
 from fmmeta.learners.files import (
     ADAPTER_FILE,
     BASE_FOLDER,
@@ -51,12 +68,19 @@ from fmmeta.learners.files import (
     remembered,
     weights_state,
 )
+from fmmeta.learners.from_gguf import as_folder
 from fmmeta.learners.task_axis import StoredAdapter, adapters_of_rows
+from fmmeta.metrics.language import generate
+from fmmeta.parallel.workers.base import all_finite
 from fmmeta.tasks.batching import Example
-from fmmeta.tasks.data.columns import Row, is_text
-from fmmeta.tasks.data.files import ending, stream_file, unpacked
+from fmmeta.tasks.data.columns import Row, column_like, is_missing, is_text, refuse
+from fmmeta.tasks.data.files import TEXTS, ending, stream_file, unpacked
+from fmmeta.tasks.data.rows import tabulate
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import files_digest
+from fmmeta.tasks.sources.stream import read_texts
+
+OF_DOCUMENT = ("document", "tokens", "bits_per_byte", "zero_shot_bits_per_byte", "output")
 
 
 def run(settings: PredictConfig) -> None:
@@ -73,8 +97,8 @@ def run(settings: PredictConfig) -> None:
     name = settings.task_type or stored_kind(remembered(settings.model_name_or_path)).name
     if find(name).ordered and not settings.adapters:
         with open_output(settings.output) as file:
-            write = writer(file, settings, COLUMNS)
-            for one in continued(settings, partial(rows_of, settings)):
+            write = writer(file, settings, OF_DOCUMENT)
+            for one in documents(settings):
                 write(one)
         return
     adapters = AdapterDirectory(settings) if settings.adapters else None
@@ -103,6 +127,45 @@ def run(settings: PredictConfig) -> None:
             f" {counted(len(set(unanswered)), 'adapter')} cannot be used ({few(sorted(set(unanswered)))});"
             " replace what is named, or leave these inputs out"
         )
+
+
+def documents(settings: PredictConfig) -> Iterator[dict[str, Any]]:
+    """The values of OF_DOCUMENT for each document of `--input`. Raises `UsageError`."""
+    refuse_first([(settings.equal_classes, "equal_classes=True means nothing for documents; leave it out")])
+    folder = as_folder(settings.model_name_or_path, ASIDE)
+    refuse_no_model(folder)
+    given = {name: getattr(settings, name) for name in (*SHARED_BY_PREDICT, "text_column")}
+    given = {name: value for name, value in given.items() if value is not None}
+    learner = TaskLearner(AdaptConfig(**{**given, "model_name_or_path": folder}), 0, Progress(enabled=False))
+    model, config, path = learner.model, learner.config, Path(settings.input)
+    rows = rows_of(settings, settings.text_column or model.columns[0])
+    if path.suffix in TEXTS:
+        rows = (Row({"text": one.values["text"]}, one.origin) for one in read_texts(path, [path], refuse))
+    how = {"one_task": True, "unique": False, "tokenizer": model.tokenizer, "setting": "input"}
+    alone = ((row.origin, [row]) for row in rows)  # answered before the next line is read
+    for name, parts in alone if settings.input == "-" else groupby(rows, key=document_of):
+        document = learner.encode(TaskExamples(name, tabulate(name, [*parts], config, ASIDE, **how)))
+        before, passes = learner.follow(document)
+        if not all_finite(passes):
+            raise UsageError(
+                f"inner_lr={config.inner_lr} of {folder}: the loss of {name} is not finite; adapt with a"
+                " lower --inner_lr, and give that folder"
+            )
+        sums = (
+            map(sum, zip(*bits_and_bytes(document.examples, one, model.tokenizer), strict=True))
+            for one in (passes, before)
+        )
+        prompt = document.examples[-1].input_ids[-config.context :]
+        (output,) = generate(model.worker, model.reader, [prompt], settings.max_new_tokens, 1)
+        tokens = sum(one.label_tokens for one in document.examples)
+        rates = (round(bits / size, 6) for bits, size in sums)
+        yield dict(zip(OF_DOCUMENT, (name, tokens, *rates, output), strict=True))
+
+
+def document_of(row: Row) -> str:
+    """The name of a row's document; where the row has none, its place."""
+    name = row.values.get(str(column_like("document", row.values)))
+    return row.origin if is_missing(name) else str(name)
 
 
 def writer(file: TextIO, settings: PredictConfig, names: Sequence[str]) -> Callable[[dict[str, Any]], None]:

@@ -13,6 +13,7 @@ evaluated wherever it could be trained.
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ from fmmeta.metrics.own import find_metrics
 from fmmeta.metrics.scores import EpisodeScore, summary
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
+from fmmeta.parallel.workers.base import all_finite
 from fmmeta.reliability.checks import SupportLosses
 from fmmeta.reliability.signals import Signals
 from fmmeta.tasks.batching import Episode
@@ -409,11 +411,15 @@ class EvaluatedModel:
 
         def score(slot: int, task: Task, episode: Episode) -> EpisodeScore:
             if isinstance(inner, OnlineLoop):
+                began = time.perf_counter()
                 passes = inner.scores_by_chunk(worker, theta, episode, learns)
+                all_finite(passes)  # the host has waited for the device
+                seconds, changed = time.perf_counter() - began, worker.read().ne(theta).float()
+                size = worker.dot(changed, changed) * theta.element_size()
                 if learns:
                     losses.add(worker, InnerResult(None, passes), episode.support)
                 stretch: Any = episodes.source.draw(task)
-                return stream_score(slot, task, stretch, passes, self.inputs.tokenizer)
+                return stream_score(slot, task, stretch, passes, self.inputs.tokenizer, seconds, size)
             if learns:
                 losses.add(worker, inner.adapt(worker, theta, episode.support), episode.support)
             found, draw = query_score(worker, slot, task, episode.query, has_classes), episodes.source.draw

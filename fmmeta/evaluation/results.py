@@ -232,7 +232,7 @@ def shown_metric(name: str, cell: dict[str, Any]) -> str:
     mean = cell[name]["mean"]
     if name in METRICS and name != "rank":
         return f"{100 * mean:.1f}"
-    return f"{mean:.2f}" if name == "rank" else f"{mean:.4f}"
+    return f"{mean:.2f}" if name == "rank" else f"{mean:.4f}" if abs(mean) < 1000 else f"{mean:,.0f}"
 
 
 def percent(mean: float, half: float, sign: str = "") -> str:

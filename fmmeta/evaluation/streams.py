@@ -12,6 +12,7 @@ from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.stream import Stretch
 from fmmeta.training.scoring import score_of
 
+TOKEN_BYTES = 8  # of a token in a batch
 POSITIONS = (0, 256, 1024, 4096, 16384)
 """Tokens of a stretch where a range of positions begins."""
 
@@ -26,16 +27,25 @@ def bits_and_bytes(
 
 
 def stream_score(
-    slot: int, task: Task, draw: Stretch, passes: Sequence[PassStats], tokenizer: Any
+    slot: int,
+    task: Task,
+    draw: Stretch,
+    passes: Sequence[PassStats],
+    tokenizer: Any,
+    seconds: float,
+    weight_bytes: float,
 ) -> EpisodeScore:
     """The score of a stretch. passes: over each of its chunks, before the step on it. tokenizer: its tokens
-    as texts have the bytes. Local.
+    as texts have the bytes. seconds: that the passes took. weight_bytes: of the weights that they have
+    changed. Local.
 
     metrics: `bits_per_byte`, and `bits_per_byte_from_P` of the chunks that begin at position P or later, up
-    to the next of POSITIONS.
+    to the next of POSITIONS; `tokens_per_second` of a group; `state_bytes`, which go from chunk to chunk: the
+    changed weights, and the `context` tokens before a chunk.
     """
+    rows, context = draw.read().support, draw.config.context
     ranges = dict[str, list[tuple[float, int]]]()
-    for number, found in enumerate(bits_and_bytes(draw.read().support, passes, tokenizer)):
+    for number, found in enumerate(bits_and_bytes(rows, passes, tokenizer)):
         begin = max(begin for begin in POSITIONS if begin <= number * draw.config.chunk)
         for name in ("bits_per_byte", f"bits_per_byte_from_{begin}"):
             ranges.setdefault(name, []).append(found)
@@ -43,4 +53,6 @@ def stream_score(
         name: sum(bits for bits, _ in parts) / sum(size for _, size in parts)
         for name, parts in ranges.items()
     }
+    metrics["tokens_per_second"] = sum(row.label_tokens for row in rows) / seconds
+    metrics["state_bytes"] = weight_bytes + context * TOKEN_BYTES
     return replace(score_of(slot, task, [PassStats.mean(passes)]), metrics=metrics)

@@ -5,7 +5,7 @@ A row is `--context` tokens without loss and `--chunk` tokens with it, cut out o
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,13 +46,9 @@ class StreamLearner(CausalLearner):
 
     @classmethod
     def reader(cls, config: Config, tokenizer: Any, ends: Sequence[int]) -> Any:
-        """Reads a continuation, which an end token ends."""
-        stops = [one for one in dict.fromkeys((*ends, tokenizer.eos_token_id)) if one is not None]
-
-        def text(ids: Sequence[int]) -> str:
-            return tokenizer.decode([*takewhile(lambda one: one not in stops, ids)], skip_special_tokens=True)
-
-        return SimpleNamespace(ends=stops, text=text)
+        """Reads a continuation, with the spaces around it."""
+        stops = {*ends, tokenizer.eos_token_id} - {None}
+        return SimpleNamespace(ends=stops, text=partial(tokenizer.decode, skip_special_tokens=True))
 
     @classmethod
     def content(cls, row: Any) -> Sequence[str]:

@@ -296,10 +296,12 @@ def test_positions_are_those_of_chunks():
     store = SimpleNamespace(input_ids=lambda row: [65 + 3] * 512)
     draw = Stretch(episode().task, [(0, 0)], [], store=store, begin=0, config=config)
     tokenizer = SimpleNamespace(decode=lambda tokens: "a" * len(tokens))
-    score = stream_score(0, draw.task, draw, [PassStats(one) for one in stats], tokenizer)
+    score = stream_score(0, draw.task, draw, [PassStats(one) for one in stats], tokenizer, 2.0, 100.0)
     assert score.metrics["bits_per_byte_from_0"] == pytest.approx(2 / np.log(2))
     assert score.metrics["bits_per_byte_from_256"] == pytest.approx(1 / np.log(2))
     assert score.loss == 1.5
+    assert score.metrics["tokens_per_second"] == 511 / 2
+    assert score.metrics["state_bytes"] == 100 + 8 * 16
 
 
 def test_documents_are_given_in_python(folder, tmp_path):
@@ -406,6 +408,13 @@ def test_evaluation_tells_bits_per_byte_by_position(trained, capsys):
         found[method] = cell = json.loads((trained / f"{method}.json").read_text())
         assert cell["bits_per_byte"] == cell["bits_per_byte_from_0"]
         assert cell["bits_per_byte"]["mean"] == pytest.approx(cell["loss"] / np.log(2), rel=0.02)
+        assert cell["tokens_per_second"]["mean"] > 0
+        check_text(capsys.readouterr().out, "tokens_per_second", "state_bytes")
+    assert found["zero_shot"]["state_bytes"]["mean"] == 8 * 8
+    weights = sum(
+        one.numel() for one in AutoModelForCausalLM.from_pretrained(trained / "run/model").parameters()
+    )
+    assert 0.5 * 4 * weights < found["finetune"]["state_bytes"]["mean"] - 8 * 8 <= 4 * weights
     assert found["finetune"]["loss"] != found["zero_shot"]["loss"]
 
 
