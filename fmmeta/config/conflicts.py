@@ -387,6 +387,16 @@ def of_stream(c: Any) -> Conflicts:
     return [
         *excluded_by_kind(c, OF_STREAM),
         (
+            c.n_way != 5 or c.head_init == "prototype",
+            f"n_way={c.n_way} and head_init={c.head_init} with task_type={c.task_type}: a document has no"
+            " classes; leave both out",
+        ),
+        (
+            c.max_staleness and spec.order > 1,
+            f"max_staleness={c.max_staleness} with algorithm={c.algorithm} is implemented for first-order"
+            " rules, of which reptile learns streams; use --algorithm reptile, or leave it out",
+        ),
+        (
             c.max_length != c.context + c.chunk,
             f"max_length={c.max_length}: a row has context={c.context} and chunk={c.chunk} tokens; leave it"
             " out",

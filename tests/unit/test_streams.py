@@ -289,6 +289,34 @@ def test_rows_have_a_document_a_name_or_a_hash(folder):
     assert "are not read" not in text
 
 
+def test_a_document_in_two_strata_is_refused(folder):
+    rows = [{"text": long_text(n, 16), "document": f"d{n // 2}", "stratum": f"s{n % 2}"} for n in range(4)]
+    (folder / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = refusal(sources_of, folder / "parts.jsonl")
+    check_message(text, "2 documents (d0, d1) have parts in several strata", "--stratum_column")
+
+
+def test_known_documents_are_named(folder, tmp_path, capsys):
+    """A run stores what it has learned from; evaluate and adapt tell where it comes again by another name."""
+    (folder / "more").mkdir()
+    for number in range(6):
+        (folder / f"{number}.txt").write_text(long_text(number))
+    run = {"outer_steps": 1, "eval_episodes": 0, "meta_batch_size": 1, "output_dir": str(tmp_path / "run")}
+    config = config_of(**run).but(dataset=[str(folder)])
+    MetaTrainer(config).train()
+    model = tmp_path / "run" / "model"
+    (used,) = json.loads((model / "fmmeta.json").read_text())["datasets"]
+    for number, name in enumerate(used["splits"]["train"]):
+        (folder / name).rename(folder / "more" / f"{number}.txt")
+    words = ["--model_name_or_path", str(model), "--dataset", str(folder / "more"), "--episodes", "1"]
+    assert exit_code(["evaluate", *words]) == 0
+    check_text(capsys.readouterr().out, "1 of 1 row", "test split", "the model was trained on")
+    words = ["--model_name_or_path", str(model), "--support", str(folder / "more" / "0.txt")]
+    assert exit_code(["adapt", *words, "--output_dir", str(tmp_path / "adapted")]) == 0
+    text = capsys.readouterr().out
+    check_text(text, "1 of 1 row are rows that the model was trained on")
+
+
 def test_positions_are_those_of_chunks():
     """The first token of a document has no loss, and the second chunk begins at its place all the same."""
     config = config_of(chunk=256, context=16, chunks=2)
@@ -334,6 +362,9 @@ def test_a_file_that_is_no_text_and_documents_that_are_all_too_short_are_refused
             ["algorithm=fomaml with task_type=stream", "use ttt, reptile, joint or none"],
         ),
         ({"inner_optimizer": "adamw"}, ["inner_optimizer=adamw with algorithm=ttt", "leave it out"]),
+        ({"n_way": 3}, ["n_way=3", "with task_type=stream: a document has no classes"]),
+        ({"head_init": "prototype"}, ["head_init=prototype with task_type=stream"]),
+        ({"max_staleness": 1}, ["max_staleness=1 with algorithm=ttt", "use --algorithm reptile, or leave"]),
         ({"k_shot": 3}, ["k_shot=3 with task_type=stream", "leave it out"]),
         ({"num_query": 2}, ["num_query=2 with task_type=stream", "leave it out"]),
         ({"inner_steps": 3}, ["inner_steps=3 with chunks=4", "leave inner_steps out"]),
@@ -409,11 +440,11 @@ def test_evaluation_tells_bits_per_byte_by_position(trained, capsys):
         assert cell["bits_per_byte"] == cell["bits_per_byte_from_0"]
         assert cell["bits_per_byte"]["mean"] == pytest.approx(cell["loss"] / np.log(2), rel=0.02)
         assert cell["tokens_per_second"]["mean"] > 0
-        check_text(capsys.readouterr().out, "tokens_per_second", "state_bytes")
+        text = capsys.readouterr().out
+        check_text(text, "tokens_per_second", "state_bytes", f"4-chunk {method}")
+        assert "shot" not in text.replace("zero_shot", "")
     assert found["zero_shot"]["state_bytes"]["mean"] == 8 * 8
-    weights = sum(
-        one.numel() for one in AutoModelForCausalLM.from_pretrained(trained / "run/model").parameters()
-    )
+    weights = AutoModelForCausalLM.from_pretrained(trained / "run" / "model").num_parameters()
     assert 0.5 * 4 * weights < found["finetune"]["state_bytes"]["mean"] - 8 * 8 <= 4 * weights
     assert found["finetune"]["loss"] != found["zero_shot"]["loss"]
 
@@ -522,6 +553,8 @@ def test_commands_for_rows_refuse_documents_in_one_line(trained, tmp_path, capsy
         ([*adapt, str(trained / "two.jsonl")], "it has 2 documents"),
         ([*adapt, str(trained / "short.txt")], "give a longer document"),
         (["evaluate", *words[1:], "--dataset", "ciphers", "--inner_steps", "0"], "inner_steps=0 with chunks"),
+        (["evaluate", *words[1:], "--dataset", "ciphers", "--n_way", "all"], "n_way=all means nothing"),
+        (["evaluate", *words[1:], "--dataset", "ciphers", "--n_way", "3"], "n_way=3 means nothing"),
     ):
         assert exit_code(given) == 2
         check_message(capsys.readouterr().err, part)
