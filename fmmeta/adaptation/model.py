@@ -48,6 +48,7 @@ from fmmeta.tasks.data.rows import prefixed
 
 TRAINED_HEADS = ("ForSequenceClassification", "ForImageClassification")
 ASIDE = partial(LOGGER.info, "%s", extra=STDERR)  # answers are written to standard output
+CONTINUED = "documents have no answers; score and continue them with fmmeta predict --model_name_or_path"
 PASSES = 16  # forward passes whose rows are encoded together, and sorted by length
 
 
@@ -399,6 +400,7 @@ class AdaptedModel:
         (('colour', 'number'), [True, True])
         """
         loaded, spec = self.loaded, self.loaded.config.learner
+        refuse_first([(spec.ordered, f"task_type={spec.name}: {CONTINUED}")])
         whole = not spec.of_classes
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise UsageError(f"texts={shortened(texts)} is no list; give a list of texts")
@@ -505,8 +507,7 @@ def config_of(
     given = {key: one for key, one in values.items() if one is not None}
     if find(given.get("task_type") or CLASSIFICATION.name).ordered:
         raise UsageError(
-            f"model_name_or_path={name} is for documents (task_type={given['task_type']}), which have no"
-            " answers; score and continue documents with fmmeta predict --model_name_or_path"
+            f"model_name_or_path={name} is for documents (task_type={given['task_type']}): {CONTINUED}"
         )
     fixed = {"model_name_or_path": name, "pooling": pooling, "algorithm": "none", "bf16": False}
     config = Config(**{**given, **fixed})

@@ -73,7 +73,7 @@ from fmmeta.learners.task_axis import StoredAdapter, adapters_of_rows
 from fmmeta.metrics.language import generate
 from fmmeta.parallel.workers.base import all_finite
 from fmmeta.tasks.batching import Example
-from fmmeta.tasks.data.columns import Row, column_like, is_missing, is_text, refuse
+from fmmeta.tasks.data.columns import Row, column_like, is_text, refuse
 from fmmeta.tasks.data.files import TEXTS, ending, stream_file, unpacked
 from fmmeta.tasks.data.rows import tabulate
 from fmmeta.tasks.data.splits import few
@@ -134,8 +134,8 @@ def documents(settings: PredictConfig) -> Iterator[dict[str, Any]]:
     refuse_first([(settings.equal_classes, "equal_classes=True means nothing for documents; leave it out")])
     folder = as_folder(settings.model_name_or_path, ASIDE)
     refuse_no_model(folder)
-    given = {name: getattr(settings, name) for name in (*SHARED_BY_PREDICT, "text_column")}
-    given = {name: value for name, value in given.items() if value is not None}
+    names, stop = (*SHARED_BY_PREDICT, "text_column"), settings.max_new_tokens
+    given = {name: value for name in names if (value := getattr(settings, name)) is not None}
     learner = TaskLearner(AdaptConfig(**{**given, "model_name_or_path": folder}), 0, Progress(enabled=False))
     model, config, path = learner.model, learner.config, Path(settings.input)
     rows = rows_of(settings, settings.text_column or model.columns[0])
@@ -145,27 +145,24 @@ def documents(settings: PredictConfig) -> Iterator[dict[str, Any]]:
     alone = ((row.origin, [row]) for row in rows)  # answered before the next line is read
     for name, parts in alone if settings.input == "-" else groupby(rows, key=document_of):
         document = learner.encode(TaskExamples(name, tabulate(name, [*parts], config, ASIDE, **how)))
-        before, passes = learner.follow(document)
+        examples, (before, passes) = document.examples, learner.follow(document)
         if not all_finite(passes):
             raise UsageError(
                 f"inner_lr={config.inner_lr} of {folder}: the loss of {name} is not finite; adapt with a"
                 " lower --inner_lr, and give that folder"
             )
-        sums = (
-            map(sum, zip(*bits_and_bytes(document.examples, one, model.tokenizer), strict=True))
-            for one in (passes, before)
-        )
-        prompt = document.examples[-1].input_ids[-config.context :]
-        (output,) = generate(model.worker, model.reader, [prompt], settings.max_new_tokens, 1)
-        tokens = sum(one.label_tokens for one in document.examples)
-        rates = (round(bits / size, 6) for bits, size in sums)
-        yield dict(zip(OF_DOCUMENT, (name, tokens, *rates, output), strict=True))
+        found = [
+            zip(*bits_and_bytes(examples, one, model.tokenizer), strict=True) for one in (passes, before)
+        ]
+        rates = [round(sum(bits) / sum(sizes), 6) for bits, sizes in found]
+        output = generate(model.worker, model.reader, [examples[-1].input_ids[-config.context :]], stop, 1)
+        tokens = sum(one.label_tokens for one in examples)
+        yield dict(zip(OF_DOCUMENT, (name, tokens, *rates, *output), strict=True))
 
 
 def document_of(row: Row) -> str:
     """The name of a row's document; where the row has none, its place."""
-    name = row.values.get(str(column_like("document", row.values)))
-    return row.origin if is_missing(name) else str(name)
+    return str(row.values.get(str(column_like("document", row.values))) or row.origin)
 
 
 def writer(file: TextIO, settings: PredictConfig, names: Sequence[str]) -> Callable[[dict[str, Any]], None]:

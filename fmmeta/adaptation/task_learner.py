@@ -33,7 +33,6 @@ from fmmeta.learners.load import suggest_chat
 from fmmeta.learners.task_axis import TaskAxis
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.baselines import prompts
-from fmmeta.meta.algorithms.ttt import OnlineLoop
 from fmmeta.meta.inner_optimizers import RATES_FILE
 from fmmeta.meta.multi_task import MultiTaskInnerLoop
 from fmmeta.parallel.layout import size_of
@@ -262,8 +261,8 @@ class TaskLearner:
         """A pass over each chunk of a document: at theta, and by the inner loop before its step. The worker
         holds phi_K afterwards. Collective: group.
         """
-        loop, worker = replace(self.inner, steps=document.steps), self.model.worker
-        assert isinstance(loop, OnlineLoop)
+        loop: Any = replace(self.inner, steps=document.steps)  # an OnlineLoop
+        worker = self.model.worker
         episode = self._episode(document, document.examples, [])
         worker.write(self.theta)
         return [loop.scores_by_chunk(worker, self.theta, episode, learns) for learns in (False, True)]

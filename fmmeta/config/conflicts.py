@@ -386,10 +386,13 @@ def of_stream(c: Any) -> Conflicts:
     spec = find(c.algorithm)
     return [
         *excluded_by_kind(c, OF_STREAM),
-        (
-            c.n_way != 5 or c.head_init == "prototype",
-            f"n_way={c.n_way} and head_init={c.head_init} with task_type={c.task_type}: a document has no"
-            " classes; leave both out",
+        *(
+            (
+                excluded,
+                f"{name}={getattr(c, name)} with task_type={c.task_type}: a document has no classes; leave it"
+                " out",
+            )
+            for name, excluded in {"n_way": c.n_way != 5, "head_init": c.head_init == "prototype"}.items()
         ),
         (
             c.max_staleness and spec.order > 1,

@@ -58,7 +58,6 @@ from fmmeta.metrics.own import find_metrics
 from fmmeta.metrics.scores import EpisodeScore, summary
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
-from fmmeta.parallel.workers.base import all_finite
 from fmmeta.reliability.checks import SupportLosses
 from fmmeta.reliability.signals import Signals
 from fmmeta.tasks.batching import Episode
@@ -417,9 +416,9 @@ class EvaluatedModel:
             if isinstance(inner, OnlineLoop):
                 began = time.perf_counter()
                 passes = inner.scores_by_chunk(worker, theta, episode, learns)
-                all_finite(passes)  # the host has waited for the device
-                seconds, changed = time.perf_counter() - began, worker.read().ne(theta).float()
-                size = worker.dot(changed, changed) * theta.element_size()
+                changed = worker.read().ne(theta).float()
+                size = worker.dot(changed, changed) * theta.element_size()  # the host waits for the device
+                seconds = time.perf_counter() - began
                 if learns:
                     losses.add(worker, InnerResult(None, passes), episode.support)
                 stretch: Any = episodes.source.draw(task)

@@ -47,8 +47,8 @@ class StreamLearner(CausalLearner):
     @classmethod
     def reader(cls, config: Config, tokenizer: Any, ends: Sequence[int]) -> Any:
         """Reads a continuation, with the spaces around it."""
-        stops = {*ends, tokenizer.eos_token_id} - {None}
-        return SimpleNamespace(ends=stops, text=partial(tokenizer.decode, skip_special_tokens=True))
+        text = partial(tokenizer.decode, skip_special_tokens=True)
+        return SimpleNamespace(ends={*ends, tokenizer.eos_token_id} - {None}, text=text)
 
     @classmethod
     def content(cls, row: Any) -> Sequence[str]:

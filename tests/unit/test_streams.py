@@ -339,6 +339,7 @@ def test_documents_are_given_in_python(folder, tmp_path):
     assert MetaTrainer(Config(**settings), dataset=texts).train().outer_steps == 1
     adapted = fmmeta.adapt(tmp_path / "run" / "model", texts[:1], output_dir=tmp_path / "adapted")
     assert adapted.inner_steps == -(-len(texts[0]["text"]) // 5)
+    check_message(refusal(adapted.predict, ["text"]), "documents have no answers", "fmmeta predict")
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     check_text(card, "--support document.txt", "AutoModelForCausalLM.from_pretrained")
     assert "support.jsonl" not in card
@@ -362,7 +363,7 @@ def test_a_file_that_is_no_text_and_documents_that_are_all_too_short_are_refused
             ["algorithm=fomaml with task_type=stream", "use ttt, reptile, joint or none"],
         ),
         ({"inner_optimizer": "adamw"}, ["inner_optimizer=adamw with algorithm=ttt", "leave it out"]),
-        ({"n_way": 3}, ["n_way=3", "with task_type=stream: a document has no classes"]),
+        ({"n_way": 3}, ["n_way=3 with task_type=stream: a document has no classes", "leave it out"]),
         ({"head_init": "prototype"}, ["head_init=prototype with task_type=stream"]),
         ({"max_staleness": 1}, ["max_staleness=1 with algorithm=ttt", "use --algorithm reptile, or leave"]),
         ({"k_shot": 3}, ["k_shot=3 with task_type=stream", "leave it out"]),
