@@ -108,6 +108,7 @@ def kinds(tmp_path_factory):
             "chunks": 3,
             "inner_steps": 3,
             "num_query": 5,
+            "n_way": 5,
         },
     }
     learners["stream-clip"] = {**learners["stream"], "inner_max_grad_norm": 0.5}
