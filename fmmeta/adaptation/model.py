@@ -47,6 +47,8 @@ from fmmeta.tasks.data.images import EncodedImage
 from fmmeta.tasks.data.rows import prefixed
 
 TRAINED_HEADS = ("ForSequenceClassification", "ForImageClassification")
+ASIDE = partial(LOGGER.info, "%s", extra=STDERR)  # answers are written to standard output
+CONTINUED = "documents have no answers; score and continue them with fmmeta predict --model_name_or_path"
 PASSES = 16  # forward passes whose rows are encoded together, and sorted by length
 
 
@@ -398,6 +400,7 @@ class AdaptedModel:
         (('colour', 'number'), [True, True])
         """
         loaded, spec = self.loaded, self.loaded.config.learner
+        refuse_first([(spec.ordered, f"task_type={spec.name}: {CONTINUED}")])
         whole = not spec.of_classes
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise UsageError(f"texts={shortened(texts)} is no list; give a list of texts")
@@ -469,8 +472,7 @@ def with_labels(config: Config, description: Description, labels: Sequence[str])
 
 def load(settings: PredictConfig) -> AdaptedModel:
     """Load a model with the classes that it has learned. Raises `UsageError`."""
-    aside = partial(LOGGER.info, "%s", extra=STDERR)  # answers are written to standard output
-    name = as_folder(settings.model_name_or_path, aside)
+    name = as_folder(settings.model_name_or_path, ASIDE)
     refuse_no_model(name)
     stored, labels = remembered(name), tuple[str, ...]()
     config, description = config_of(settings, name, stored, settings.pooling)
@@ -505,9 +507,7 @@ def config_of(
     given = {key: one for key, one in values.items() if one is not None}
     if find(given.get("task_type") or CLASSIFICATION.name).ordered:
         raise UsageError(
-            f"model_name_or_path={name} is for documents (task_type={given['task_type']}), which have no"
-            " answers; continue a text with transformers, which loads the folder, or score documents with"
-            " fmmeta evaluate"
+            f"model_name_or_path={name} is for documents (task_type={given['task_type']}): {CONTINUED}"
         )
     fixed = {"model_name_or_path": name, "pooling": pooling, "algorithm": "none", "bf16": False}
     config = Config(**{**given, **fixed})

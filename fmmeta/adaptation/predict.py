@@ -5,6 +5,14 @@
                                       {"input", "output"}                 a greedy answer (causal_lm), or
                                                                           that of a learner that reads rows
 
+With a model of streams a document is a .txt or .md file, a row or line with a text, or the rows of one
+`document` in their order:
+
+    {"text": ...}  -->  {"document", "tokens", "bits_per_byte", "zero_shot_bits_per_byte", "output"}
+
+bits_per_byte: of each chunk before the step on it, from the model's weights on; zero_shot: without steps.
+output: a greedy continuation by the weights after the last chunk, which sees the last `context` tokens.
+
 With one model, or with the adapters of a directory: each row names its folder, rows of many adapters share a
 pass of their base, and an adapter is loaded when a row names it.
 
@@ -29,15 +37,27 @@ from typing import Any, TextIO
 
 from safetensors.torch import load_file
 
-from fmmeta.adaptation.model import Answer, Input, LoadedModel, config_of, load, load_model, stored_examples
+from fmmeta.adaptation.model import (
+    ASIDE,
+    Answer,
+    Input,
+    LoadedModel,
+    config_of,
+    load,
+    load_model,
+    refuse_no_model,
+    stored_examples,
+)
+from fmmeta.adaptation.task_learner import TaskExamples, TaskLearner
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import inside, printable
 from fmmeta.common.text import counted, to_json
 from fmmeta.config.fields import refuse_first
-from fmmeta.config.learners import stored_kind
+from fmmeta.config.learners import find, stored_kind
 from fmmeta.evaluation.results import check_output, open_output
-from fmmeta.evaluation.settings import SHARED_BY_BASE, PredictConfig
+from fmmeta.evaluation.settings import SHARED_BY_BASE, SHARED_BY_PREDICT, AdaptConfig, PredictConfig
+from fmmeta.evaluation.streams import bits_and_bytes
 from fmmeta.learners.files import (
     ADAPTER_FILE,
     BASE_FOLDER,
@@ -48,12 +68,19 @@ from fmmeta.learners.files import (
     remembered,
     weights_state,
 )
+from fmmeta.learners.from_gguf import as_folder
 from fmmeta.learners.task_axis import StoredAdapter, adapters_of_rows
+from fmmeta.metrics.language import generate
+from fmmeta.parallel.workers.base import all_finite
 from fmmeta.tasks.batching import Example
-from fmmeta.tasks.data.columns import Row, is_text
-from fmmeta.tasks.data.files import ending, stream_file, unpacked
+from fmmeta.tasks.data.columns import Row, column_like, is_text, refuse
+from fmmeta.tasks.data.files import TEXTS, ending, stream_file, unpacked
+from fmmeta.tasks.data.rows import tabulate
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import files_digest
+from fmmeta.tasks.sources.stream import read_texts
+
+OF_DOCUMENT = ("document", "tokens", "bits_per_byte", "zero_shot_bits_per_byte", "output")
 
 
 def run(settings: PredictConfig) -> None:
@@ -67,6 +94,13 @@ def run(settings: PredictConfig) -> None:
             stream.reconfigure(encoding="utf-8")
     if settings.output != "-":
         check_output(Path(settings.output))
+    name = settings.task_type or stored_kind(remembered(settings.model_name_or_path)).name
+    if find(name).ordered and not settings.adapters:
+        with open_output(settings.output) as file:
+            write = writer(file, settings, OF_DOCUMENT)
+            for one in documents(settings):
+                write(one)
+        return
     adapters = AdapterDirectory(settings) if settings.adapters else None
     model = adapters.model if adapters else load(settings).loaded
     names = ["text", "label", "score"] if model.config.learner.of_classes else ["input", "output"]
@@ -93,6 +127,42 @@ def run(settings: PredictConfig) -> None:
             f" {counted(len(set(unanswered)), 'adapter')} cannot be used ({few(sorted(set(unanswered)))});"
             " replace what is named, or leave these inputs out"
         )
+
+
+def documents(settings: PredictConfig) -> Iterator[dict[str, Any]]:
+    """The values of OF_DOCUMENT for each document of `--input`. Raises `UsageError`."""
+    refuse_first([(settings.equal_classes, "equal_classes=True means nothing for documents; leave it out")])
+    folder = as_folder(settings.model_name_or_path, ASIDE)
+    refuse_no_model(folder)
+    names, stop = (*SHARED_BY_PREDICT, "text_column"), settings.max_new_tokens
+    given = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    learner = TaskLearner(AdaptConfig(**{**given, "model_name_or_path": folder}), 0, Progress(enabled=False))
+    model, config, path = learner.model, learner.config, Path(settings.input)
+    rows = rows_of(settings, settings.text_column or model.columns[0])
+    if path.suffix in TEXTS:
+        rows = (Row({"text": one.values["text"]}, one.origin) for one in read_texts(path, [path], refuse))
+    how = {"one_task": True, "unique": False, "tokenizer": model.tokenizer, "setting": "input"}
+    alone = ((row.origin, [row]) for row in rows)  # answered before the next line is read
+    for name, parts in alone if settings.input == "-" else groupby(rows, key=document_of):
+        document = learner.encode(TaskExamples(name, tabulate(name, [*parts], config, ASIDE, **how)))
+        examples, (before, passes) = document.examples, learner.follow(document)
+        if not all_finite(passes):
+            raise UsageError(
+                f"inner_lr={config.inner_lr} of {folder}: the loss of {name} is not finite; adapt with a"
+                " lower --inner_lr, and give that folder"
+            )
+        found = [
+            zip(*bits_and_bytes(examples, one, model.tokenizer), strict=True) for one in (passes, before)
+        ]
+        rates = [round(sum(bits) / sum(sizes), 6) for bits, sizes in found]
+        output = generate(model.worker, model.reader, [examples[-1].input_ids[-config.context :]], stop, 1)
+        tokens = sum(one.label_tokens for one in examples)
+        yield dict(zip(OF_DOCUMENT, (name, tokens, *rates, *output), strict=True))
+
+
+def document_of(row: Row) -> str:
+    """The name of a row's document; where the row has none, its place."""
+    return str(row.values.get(str(column_like("document", row.values))) or row.origin)
 
 
 def writer(file: TextIO, settings: PredictConfig, names: Sequence[str]) -> Callable[[dict[str, Any]], None]:
@@ -291,9 +361,8 @@ def inputs_of(settings: PredictConfig, model: LoadedModel) -> Iterator[Input]:
 
     Raises `UsageError`.
     """
-    path, column = Path(settings.input), settings.text_column
-    rows = stream_file(path) if ending(path) else lines_of(settings, column or model.columns[0])
-    for row in rows:
+    column = settings.text_column
+    for row in rows_of(settings, column or model.columns[0]):
         found = model.read(row, column)
         if settings.adapters:
             name = row.values.get(settings.adapter_column)
@@ -304,6 +373,12 @@ def inputs_of(settings: PredictConfig, model: LoadedModel) -> Iterator[Input]:
                 )
             found = replace(found, adapter=str(name))
         yield found
+
+
+def rows_of(settings: PredictConfig, column: str) -> Iterator[Row]:
+    """The rows of `--input`; those of plain lines are values of `column`. Raises `UsageError`."""
+    path = Path(settings.input)
+    return stream_file(path) if ending(path) else lines_of(settings, column)
 
 
 def lines_of(settings: PredictConfig, column: str) -> Iterator[Row]:

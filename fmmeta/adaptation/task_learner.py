@@ -239,7 +239,7 @@ class TaskLearner:
         if self.config.learner.ordered:  # the rows are parts of one document
             ids = [token for one in examples for token in one.input_ids]
             if len(ids) < 2:
-                raise UsageError(f"support={name} has {counted(len(ids), 'token')}; give a longer document")
+                raise UsageError(f"{name} has {counted(len(ids), 'token')}; give a longer document")
             examples = chunked(ids, self.config, 0, len(ids))
             return Encoded(task, examples, len(examples))
         if message := full_rows(self.config, [len(one.input_ids) for one in examples]):
@@ -256,6 +256,16 @@ class TaskLearner:
         tasks = list(tasks)
         passes = self._passes([one.examples for one in tasks], ROUND if self.loop else 1)
         return [[tasks[number] for number in numbers] for numbers in passes]
+
+    def follow(self, document: Encoded) -> list[list[PassStats]]:
+        """A pass over each chunk of a document: at theta, and by the inner loop before its step. The worker
+        holds phi_K afterwards. Collective: group.
+        """
+        loop: Any = replace(self.inner, steps=document.steps)  # an OnlineLoop
+        worker = self.model.worker
+        episode = self._episode(document, document.examples, [])
+        worker.write(self.theta)
+        return [loop.scores_by_chunk(worker, self.theta, episode, learns) for learns in (False, True)]
 
     def learn(self, tasks: Sequence[Encoded]) -> Iterator[Encoded]:
         """Learn tasks, in any order. The worker holds theta afterwards, or the weights of the last task.

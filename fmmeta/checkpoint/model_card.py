@@ -215,9 +215,9 @@ def python_text(value: Any) -> str:
 
 def inner_loop(config: Config, steps: int | None) -> str:
     """What the card says of an inner loop; empty without steps."""
-    return (
-        f"{counted(steps, 'step')} of {config.inner_optimizer}, inner_lr {config.inner_lr:g}" if steps else ""
-    )
+    text = f"{counted(steps or 0, 'step')} of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
+    clipped = f", gradients clipped at {config.inner_max_grad_norm:g}" if config.inner_max_grad_norm else ""
+    return text + clipped if steps else ""
 
 
 def code(text: str) -> str:

@@ -386,6 +386,19 @@ def of_stream(c: Any) -> Conflicts:
     spec = find(c.algorithm)
     return [
         *excluded_by_kind(c, OF_STREAM),
+        *(
+            (
+                excluded,
+                f"{name}={getattr(c, name)} with task_type={c.task_type}: a document has no classes; leave it"
+                " out",
+            )
+            for name, excluded in {"n_way": c.n_way != 5, "head_init": c.head_init == "prototype"}.items()
+        ),
+        (
+            c.max_staleness and spec.order > 1,
+            f"max_staleness={c.max_staleness} with algorithm={c.algorithm} is implemented for first-order"
+            " rules, of which reptile learns streams; use --algorithm reptile, or leave it out",
+        ),
         (
             c.max_length != c.context + c.chunk,
             f"max_length={c.max_length}: a row has context={c.context} and chunk={c.chunk} tokens; leave it"

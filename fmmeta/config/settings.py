@@ -468,6 +468,19 @@ class InnerConfig:
         common=True,
         excludes={"tasks_per_pass": "this is not implemented"},
     )
+    inner_max_grad_norm: float = setting(
+        None,
+        "Streams: clip the gradient of each inner step to this norm, over the parameters that the step moves;"
+        " meta-gradients go through it. 0: do not clip",
+        least=0,
+        open=0.0,
+        remembered=True,
+        of="ordered",
+        excludes={
+            "inner_lr_learned=element": "a rate per element says nothing of which parameters a step moves",
+            "tasks_per_pass": "this is not implemented",
+        },
+    )
     inner_momentum: float = setting(
         None,
         "Momentum of inner_optimizer=momentum",

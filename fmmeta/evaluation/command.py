@@ -13,6 +13,7 @@ evaluated wherever it could be trained.
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -350,7 +351,7 @@ class EvaluatedModel:
         scoring = Scoring(self.parts.worker, self.ranks, self.progress, finished, in_memory=IN_MEMORY)
         facts, stored, cells = self.facts(), scoring.counts(), list[EvalCell]()
         keys = {
-            (k, method): f"{k}-shot {method} {facts}"
+            (k, method): f"{self.what(k, method)} {facts}"
             for k in self.episodes
             for method in self.settings.method
         }
@@ -365,8 +366,12 @@ class EvaluatedModel:
             if len(keys) > 1 and (k, method) not in known:
                 mean = summary(cell.scores)
                 where = f" (kept in {finished})" if finished else ""
-                self.progress.notice(f"{k}-shot {method}: {score_text(mean)}{where}")
+                self.progress.notice(f"{self.what(k, method)}: {score_text(mean)}{where}")
         return cells
+
+    def what(self, k_shot: int, method: str) -> str:
+        """Shots, or chunks of documents, and the method."""
+        return f"{self.config.shape if self.config.learner.ordered else f'{k_shot}-shot'} {method}"
 
     def facts(self) -> str:
         """Digest of all that determines the scores beside method and k_shot. Collective: world."""
@@ -390,7 +395,7 @@ class EvaluatedModel:
         frozen features. key: of finished scores. Collective: world.
         """
         settings, worker, episodes = self.settings, self.parts.worker, self.episodes[k_shot]
-        what, theta = f"{k_shot}-shot {method}", self.parts.meta_params.theta
+        what, theta = self.what(k_shot, method), self.parts.meta_params.theta
         learns, prompts = has_inner_loop(method), self.inputs.prompts(method)
         metrics = metrics_of(
             self.metrics, self.config, self.inputs, self.parts, prompts, settings.max_new_tokens
@@ -409,11 +414,15 @@ class EvaluatedModel:
 
         def score(slot: int, task: Task, episode: Episode) -> EpisodeScore:
             if isinstance(inner, OnlineLoop):
+                began = time.perf_counter()
                 passes = inner.scores_by_chunk(worker, theta, episode, learns)
+                changed = worker.read().ne(theta).float()
+                size = worker.dot(changed, changed) * theta.element_size()  # the host waits for the device
+                seconds = time.perf_counter() - began
                 if learns:
                     losses.add(worker, InnerResult(None, passes), episode.support)
                 stretch: Any = episodes.source.draw(task)
-                return stream_score(slot, task, stretch, passes, self.inputs.tokenizer)
+                return stream_score(slot, task, stretch, passes, self.inputs.tokenizer, seconds, size)
             if learns:
                 losses.add(worker, inner.adapt(worker, theta, episode.support), episode.support)
             found, draw = query_score(worker, slot, task, episode.query, has_classes), episodes.source.draw

@@ -46,7 +46,7 @@ class EvaluationResults(dict[str, Any]):
     """results.json as a dict; shown in one line, without the scores of every episode."""
 
     def __repr__(self) -> str:
-        cells = (f"{cell['method']} {cell['k_shot']}-shot {score_text(cell)}" for cell in self["cells"])
+        cells = (f"{cell['method']}{shots_text(cell, '-shot')} {score_text(cell)}" for cell in self["cells"])
         return (
             f"{type(self).__name__}({self['model']!r}, {counted(self['episodes'], 'episode')} of the"
             f" {self['eval_split']} split: {', '.join(cells)})"
@@ -157,10 +157,11 @@ def show(results: dict[str, Any], progress: Progress) -> None:
     extra = [*dict.fromkeys(name for score in scores for name in score["metrics"])]
     shares = [] if math.isnan(results["accuracy"]) else ["accuracy %"]  # where answers are right or wrong
     most = f" to {results['k_shot_max']}" if results["k_shot_max"] else ""  # only with one k_shot
+    shots = ["shots"] if shots_text(results) else []
     rows = [
         [
             cell["method"],
-            f"{cell['k_shot']}{most}",
+            *(f"{cell['k_shot']}{most}" for _ in shots),
             *(percent(cell["accuracy"], cell["ci95"]) for _ in shares),
             f"{cell['loss']:.4f}",
             *("-" if cell["ece"] is None else f"{100 * cell['ece']:.1f}" for _ in shares),
@@ -175,12 +176,12 @@ def show(results: dict[str, Any], progress: Progress) -> None:
     over = units_of(results["units"], results["kind"])
     progress.table(
         f"{results['model']}: {episodes} of the {results['eval_split']} split, intervals over {over}",
-        ["method", "shots", *shares, "loss", *("ECE" for _ in shares), *extra],
+        ["method", *shots, *shares, "loss", *("ECE" for _ in shares), *extra],
         rows,
     )
     if shares and len(results["per_stratum"]) > 1:
         progress.table(
-            f"accuracy % by stratum ({results['method']}, {results['k_shot']}{most} shots)",
+            f"accuracy % by stratum ({results['method']}{shots_text(results, f'{most} shots', ', ')})",
             ["", "accuracy %"],
             [[name, f"{100 * value:.1f}"] for name, value in results["per_stratum"].items()],
         )
@@ -189,7 +190,7 @@ def show(results: dict[str, Any], progress: Progress) -> None:
         rows = [
             [
                 name,
-                f"{k}{most}",
+                *(f"{k}{most}" for _ in shots),
                 *(percent(one["accuracy"], one["ci95"]) for one in (own[name, k], cell["other"]) if shares),
                 *(percent(cell["accuracy_gain"], cell["ci95"], "+") for _ in shares),
                 f"{own[name, k]['loss']:.4f}",
@@ -205,7 +206,7 @@ def show(results: dict[str, Any], progress: Progress) -> None:
             f" episode, intervals over {over}",
             [
                 "method",
-                "shots",
+                *shots,
                 *(one for _ in shares for one in ("A: accuracy %", "B: accuracy %", "A - B")),
                 "A: loss",
                 "B: loss",
@@ -216,6 +217,11 @@ def show(results: dict[str, Any], progress: Progress) -> None:
         )
         if doubt := warning_of_few(results["units"], results["kind"]):
             progress.notice(Warn(doubt))
+
+
+def shots_text(cell: Mapping[str, Any], unit: str = "", before: str = " ") -> str:
+    """The shots of a cell; none of documents."""
+    return "" if "bits_per_byte" in cell else f"{before}{cell['k_shot']}{unit}"
 
 
 def score_text(cell: dict[str, Any]) -> str:
@@ -232,7 +238,7 @@ def shown_metric(name: str, cell: dict[str, Any]) -> str:
     mean = cell[name]["mean"]
     if name in METRICS and name != "rank":
         return f"{100 * mean:.1f}"
-    return f"{mean:.2f}" if name == "rank" else f"{mean:.4f}"
+    return f"{mean:.2f}" if name == "rank" else f"{mean:.4f}" if abs(mean) < 1000 else f"{mean:,.0f}"
 
 
 def percent(mean: float, half: float, sign: str = "") -> str:

@@ -19,7 +19,7 @@ from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, find_inner
 from fmmeta.config.fields import check_values, refuse_first, setting, unset_of
 from fmmeta.config.json_files import PEFT_EXAMPLE, label_texts_of, text_of
-from fmmeta.config.learners import OWN
+from fmmeta.config.learners import OWN, find, stored_kind
 from fmmeta.config.settings import (
     GENERATED,
     HEAD_INITS,
@@ -160,6 +160,8 @@ class FewShotConfig(OfStoredModel, ModelConfig, RowConfig, InnerConfig):
                 )
             replaced |= {"inner_optimizer", *BELONG_TO["inner_optimizer"]}
         stored = {name: memory[name] for name in REMEMBERED if name in memory and name not in replaced}
+        if (find(given["task_type"]) if "task_type" in given else stored_kind(memory)).ordered:
+            given["n_way"] = values["n_way"] = None
         config = Config(**{**stored, **given, "algorithm": "none", **values})
         if "head_init" in stored and self.unusable_head(config, labels):
             config = replace(config, head_init="zero")
@@ -352,7 +354,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                 ),
                 (
                     not config.learner.has_head
-                    and self.n_way not in ("5", "all")
+                    and self.n_way not in ("5", "all" if not config.learner.ordered else "")
                     and "digits" not in self.dataset,
                     f"n_way={self.n_way} means nothing for task_type={config.task_type}; leave it out",
                 ),
@@ -604,7 +606,7 @@ class PredictConfig(OfStoredModel, TokenConfig, LoadConfig):
     micro_batch_size: int = setting(
         32, "Most inputs of one forward pass, when they come from a file", least=1
     )
-    max_new_tokens: int = setting(64, "causal_lm: longest answer", least=1)
+    max_new_tokens: int = setting(64, "causal_lm: longest answer; stream: continuation", least=1)
     equal_classes: bool = setting(
         False,
         "Answer all inputs together, on the assumption that every class has equally many of them"

@@ -1,7 +1,7 @@
 """Scores of documents that are learned chunk by chunk: bits per byte, of a stretch and by position in it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,28 +12,47 @@ from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.stream import Stretch
 from fmmeta.training.scoring import score_of
 
+TOKEN_BYTES = 8  # of a token in a batch
 POSITIONS = (0, 256, 1024, 4096, 16384)
 """Tokens of a stretch where a range of positions begins."""
 
 
+def bits_and_bytes(
+    rows: Sequence[Any], passes: Sequence[PassStats], tokenizer: Any
+) -> Iterator[tuple[float, int]]:
+    """Bits and bytes of the label tokens of each row, by a pass over it. Local."""
+    for row, one in zip(rows, passes, strict=True):
+        tokens = [label for label in row.labels if label != IGNORE]
+        yield one.loss * len(tokens) / math.log(2), len(tokenizer.decode(tokens).encode())
+
+
 def stream_score(
-    slot: int, task: Task, draw: Stretch, passes: Sequence[PassStats], tokenizer: Any
+    slot: int,
+    task: Task,
+    draw: Stretch,
+    passes: Sequence[PassStats],
+    tokenizer: Any,
+    seconds: float,
+    weight_bytes: float,
 ) -> EpisodeScore:
     """The score of a stretch. passes: over each of its chunks, before the step on it. tokenizer: its tokens
-    as texts have the bytes. Local.
+    as texts have the bytes. seconds: that the passes took. weight_bytes: of the weights that they have
+    changed. Local.
 
     metrics: `bits_per_byte`, and `bits_per_byte_from_P` of the chunks that begin at position P or later, up
-    to the next of POSITIONS.
+    to the next of POSITIONS; `tokens_per_second` of a group; `state_bytes`, which go from chunk to chunk: the
+    changed weights, and the `context` tokens before a chunk.
     """
+    rows, context = draw.read().support, draw.config.context
     ranges = dict[str, list[tuple[float, int]]]()
-    for number, (row, one) in enumerate(zip(draw.read().support, passes, strict=True)):
-        tokens = [label for label in row.labels if label != IGNORE]
+    for number, found in enumerate(bits_and_bytes(rows, passes, tokenizer)):
         begin = max(begin for begin in POSITIONS if begin <= number * draw.config.chunk)
-        bits = one.loss * len(tokens) / math.log(2)
         for name in ("bits_per_byte", f"bits_per_byte_from_{begin}"):
-            ranges.setdefault(name, []).append((bits, len(tokenizer.decode(tokens).encode())))
+            ranges.setdefault(name, []).append(found)
     metrics = {
         name: sum(bits for bits, _ in parts) / sum(size for _, size in parts)
         for name, parts in ranges.items()
     }
+    metrics["tokens_per_second"] = sum(row.label_tokens for row in rows) / seconds
+    metrics["state_bytes"] = weight_bytes + context * TOKEN_BYTES
     return replace(score_of(slot, task, [PassStats.mean(passes)]), metrics=metrics)

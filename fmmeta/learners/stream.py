@@ -5,6 +5,8 @@ A row is `--context` tokens without loss and `--chunk` tokens with it, cut out o
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +43,12 @@ class StreamLearner(CausalLearner):
 
     def score(self, batches: Sequence[MicroBatch]) -> None:
         """Rows share no prefix."""
+
+    @classmethod
+    def reader(cls, config: Config, tokenizer: Any, ends: Sequence[int]) -> Any:
+        """Reads a continuation, with the spaces around it."""
+        text = partial(tokenizer.decode, skip_special_tokens=True)
+        return SimpleNamespace(ends={*ends, tokenizer.eos_token_id} - {None}, text=text)
 
     @classmethod
     def content(cls, row: Any) -> Sequence[str]:

@@ -25,7 +25,8 @@ class Trajectory:
 
         phi    phi_k, from step `first` on; phi_0 is the caller's vector and costs nothing
         u      the direction, with `keeps_directions`; with `sums` from step `first` on, and `total` is the
-               sum of those before
+               sum of those before; of a step whose gradient is clipped, the gradient before
+        clips  the factors of clipped gradients, 1 of others
         state  the optimizer's state before the step, with `keeps_states`, from step `first` on
 
     Vectors beyond `budget_bytes` are stored in host memory.
@@ -41,7 +42,7 @@ class Trajectory:
     ) -> None:
         self.keeps_directions, self.keeps_states, self.first = keeps_directions, keeps_states, first
         self.left, self.steps = budget_bytes, list[dict[str, Tensor]]()
-        self.sums, self.total = sums, None
+        self.sums, self.total, self.clips = sums, None, dict[int, float]()
 
     def before_step(self, k: int, worker: Worker | TaskBatch, phi0: Tensor, state: "InnerState") -> None:
         """Store phi_k, which the worker (or the batch of tasks) holds, and the optimizer's state. Local."""
@@ -53,8 +54,9 @@ class Trajectory:
             for name, vector in state.vectors.items():
                 self._store(k, STATE + name, vector.clone())
 
-    def after_step(self, k: int, direction: Tensor | None) -> None:
-        """Store u_k."""
+    def after_step(self, k: int, direction: Tensor | None, clip: float = 1.0) -> None:
+        """Store u_k. clip: the factor of the gradient, before which u_k is stored."""
+        self.clips[k] = clip
         if direction is not None and self.sums and k < self.first:
             self.total = direction if self.total is None else self.total.add_(direction)
         elif direction is not None:
@@ -134,9 +136,10 @@ class InnerStart:
 class InnerLoop:
     """`steps` steps of `optimizer` with the learning rates `rates`, from the head that `head` initialises.
 
-    proximal: weight of |phi - phi_0|^2 / 2. Where only the head is adapted, the support set goes through the
-    body once, however many steps follow. Where class means initialise the head and the support set is one
-    micro-batch, the first step reuses the pass that computed them.
+    proximal: weight of |phi - phi_0|^2 / 2. max_grad_norm: of the gradient of a step; 0: any. Where only the
+    head is adapted, the support set goes through the body once, however many steps follow. Where class means
+    initialise the head and the support set is one micro-batch, the first step reuses the pass that computed
+    them.
     """
 
     steps: int
@@ -144,6 +147,7 @@ class InnerLoop:
     optimizer: InnerOptimizer
     head: HeadInit
     proximal: float = 0.0
+    max_grad_norm: float = 0.0
 
     @property
     def changes_head_only(self) -> bool:
@@ -310,13 +314,21 @@ class InnerSteps:
             self.rates = self.rates.with_factor(k, rate_factor)
         if path is not None:
             path.before_step(k, worker, self.start.phi0, self.state)
-        direction = worker.zeros() if path is not None and path.keeps_directions else None
-        update = loop.optimizer.update(k, self.state, self.rates, direction, self.anchor, loop.proximal)
+        keeps, most, clip = path is not None and path.keeps_directions, loop.max_grad_norm, 1.0
+        direction = worker.zeros() if keeps or most else None
+        record = None if most else direction
+        update = loop.optimizer.update(k, self.state, self.rates, record, self.anchor, loop.proximal)
         sample, saved = batches, None
         if sample is None:
             sample, saved = batches_of_step(self.support, k), self.start.saved if k == 0 else None
         self.sets.append(None if sample is self.support else sample)
-        self.passes.append(worker.step(sample, update, saved=saved))
+        if most and direction is not None:  # an update is local, and the norm is that of the whole model
+            self.passes.append(worker.gradient(sample, direction))
+            clip, phi = self.rates.clip(k, worker, direction, most), worker.read()
+            update(phi, direction * clip, slice(0, phi.numel()))
+            worker.write(phi)
+        else:
+            self.passes.append(worker.step(sample, update, saved=saved))
         if path is not None:
-            path.after_step(k, direction)
+            path.after_step(k, direction if keeps else None, clip)
         return self.passes[-1]

@@ -7,7 +7,8 @@
 
     alpha_k[i] = table[k, layer of i] * element[i]           k inner step, i element of this rank's vector
 
-An optimizer gets one shard, its gradient and its slice of the vector; it never communicates.
+An optimizer gets one shard, its gradient and its slice of the vector; it never communicates. With
+`inner_max_grad_norm` it gets clip_k g, clip_k = min(1, most / |g|) (`Rates.clip`).
 
 The backward recursion of exact meta-gradients (algorithms/unrolled.py) differentiates u by autograd. Elements
 with s = 0 (all gradients so far were zero, as those of LoRA's A while B = 0) have u = 0 before decay, and its
@@ -20,6 +21,7 @@ Antoniou, Edwards, Storkey, "How to train your MAML", 2019, arXiv 1810.09502, se
 """
 
 import json
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -157,6 +159,25 @@ class Rates:
             into[k] -= self.layers.moving * worker.dot_by_layer(
                 v, u, self.layers.segments, len(self.layers.names)
             )
+
+    def clip(self, k: int, worker: Worker, g: Tensor, most: float) -> float:
+        """The factor that clips a gradient [S] to the norm `most`, over the layers that step k moves.
+
+        Collective: group.
+        """
+        squares = worker.dot_by_layer(g, g, self.layers.segments, len(self.layers.names))
+        norm = math.sqrt(squares[self.table[k] != 0].sum())
+        return min(1.0, most / norm) if norm else 1.0
+
+    def through_clip(
+        self, k: int, worker: Worker, bar: Tensor, g: Tensor, clip: float, most: float
+    ) -> Tensor:
+        """dL/dg from `bar` = dL/d(clip g), where clip = most / |g|: clip (bar - g (g bar) / |g|^2), g the
+        gradient of what step k moves, of which alone `bar` is not 0. Collective: group.
+        """
+        moved = replace(self, table=(self.table != 0).double())
+        share = worker.dot(g, bar) * (clip / most) ** 2
+        return moved.scale_(k, g.clone(), slice(0, g.numel())).mul_(-share).add_(bar).mul_(clip)
 
     def scale_layers(self, k: int, vector: Tensor) -> Tensor:
         """Multiply `vector` [S] by the table alone, in place."""

@@ -298,8 +298,11 @@ def inner_loop(
         g = set_gradient(task.learner, phi, rows, task.bf16, of_step == 2, classes)
         if proximal:
             g = {name: (g[name] + proximal * (phi[name] - phi0[name])).detach() for name in phi}
-        u = inner_update(g, phi, memory, config, of_step)
         rate = rates if config.inner_lr_learned == "element" else {name: rates[name][k] for name in phi}
+        if config.inner_max_grad_norm:
+            norm = flat(g[name] for name in phi if rate[name].any()).norm()
+            g = {name: g[name] * (config.inner_max_grad_norm / norm).clamp(max=1.0) for name in phi}
+        u = inner_update(g, phi, memory, config, of_step)
         phi = {name: phi[name] - rate[name] * u[name] for name in phi}
         phis.append(phi)
     return phis

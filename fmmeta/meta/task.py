@@ -309,10 +309,12 @@ class TaskRun:
         elif first < steps:
             bars = optimizer.zero_state(v.numel(), v.device).vectors
         for k in reversed(range(steps)):
-            u = path.take_direction(k)
+            u, clip = path.take_direction(k), path.clips.get(k, 1.0)
             if extra and u is not None:
-                rates.add_gradient_(extra["rates"], worker, k, v, u)
+                rates.add_gradient_(extra["rates"], worker, k, v, u if clip == 1 else u * clip)
             bar_u = rates.scale_(k, v.neg(), slice(0, v.numel())) if k >= first else v
+            if clip < 1 and k >= first and u is not None:
+                bar_u = rates.through_clip(k, worker, bar_u, u, clip, self.inner.max_grad_norm)
             if online and u is not None:
                 v.add_(u, alpha=online)
             del u

@@ -119,6 +119,7 @@ def shards(config: Config) -> ShardCounts:
     states = vectors[inner] if inner in vectors else len(find_inner(inner).state_names)
     work = spec.work_shards + states
     work += config.max_staleness > 0  # the theta with which a task began
+    work += 3 * (config.inner_max_grad_norm > 0)  # a gradient, clipped, and phi
     if "trajectory_memory_gib" in spec.supports or config.multi_step_loss_steps:
         kept = k if config.truncate_steps is None or config.multi_step_loss_steps else config.truncate_steps
         of_step = 1 + (states if spec.order > 1 and inner not in ("sgd", "momentum") else 0)

@@ -69,6 +69,8 @@ SLOW = [
     ((1, 2), 0, "ttt-rates", "llama", "zero", "stream-lora", 1),
     ((1, 2), 1, "ttt-first", "llama", "zero", "stream", 1),
     ((1, 2), 3, "ttt", "llama", "zero", "stream-lora", 1),
+    ((1, 2), 2, "ttt", "llama", "zero", "stream-clip-lora", 1),
+    ((1, 2), 3, "ttt", "llama", "zero", "stream-clip", 1),
     ((1, 2), 0, "joint", "llama", "zero", "stream", 1),
     ((2, 1), "plain", "fomaml", "bert", "zero", "tags-lora-tasks", 1),
     ((2, 1), "plain", "fomaml", "bart3", "zero", "seq2seq", 1),
@@ -136,11 +138,13 @@ def kinds(tmp_path_factory):
             "chunks": 3,
             "inner_steps": 3,
             "num_query": 5,
+            "n_way": 5,
         },
     }
     under = {"lora_r": 4, "inner_parameters": ["except", "body"]}
     new = {"inner_parameters": ["*.layers.1.mlp.*"]}  # as of prime MLPs
     prime = {**new, "outer_parameters": ["all", "except", "*.layers.1.self_attn.*"]}
+    learners["stream-clip"] = {**learners["stream"], "inner_max_grad_norm": 0.5}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALSO, "base-under-adapters", {**under, "outer_parameters": ["body"]})
         patch.setitem(ALSO, "base-of-all", {"lora_r": 4, "outer_parameters": ["body"]})

@@ -1,6 +1,8 @@
 """Documents as tasks: their rows, and meta-gradients of losses before each step."""
 
 import copy
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from fmmeta.meta.reference import set_loss
 from fmmeta.parallel.costs import passes
 from fmmeta.parallel.workers.base import PassStats
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
+from fmmeta.tasks.data.encode import plain_tokens
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.tasks.sources.load import load_sources
@@ -43,6 +46,7 @@ from tests.support.learners import (
 from tests.support.messages import check_message, check_text, exit_code, refusal
 
 CHUNKS = 4
+CLIP = 4.0  # a norm that the gradients of some steps exceed
 
 
 def stream_learner(adapters: bool) -> Learner:
@@ -100,6 +104,11 @@ def fp64():
         {"inner_parameters": ["except", "*.mlp.*"], "inner_lr_learned": "element"},
         {"inner_parameters": ["norms", "adapters"], "outer_parameters": ["body"]},
         {"inner_parameters": ["adapters"], "outer_parameters": ["body"], "inner_lr_learned": "layer"},
+        {"inner_max_grad_norm": CLIP},
+        {"inner_max_grad_norm": CLIP, "inner_parameters": ["except", "*.mlp.*"]},
+        {"inner_max_grad_norm": CLIP, "truncate_steps": 2},
+        {"inner_max_grad_norm": CLIP, "inner_lr_learned": "layer"},
+        {"inner_max_grad_norm": CLIP, "first_order_steps": 1},
     ],
     ids=str,
 )
@@ -114,18 +123,34 @@ def test_in_fp64_the_recursion_is_autograd_through_the_whole_stream(fp64, settin
     mine = by_name(worker, found.gradient)
     flat = [torch.cat([of[name].reshape(-1) for name in wanted]) for of in (mine, wanted)]
     assert cosine_and_error(*flat)[1] < 1e-9
+    if config.inner_lr_learned == "layer":
+        by_rate = {id(rate): rate for rate in of_rates.values()}  # each once
+        torch.testing.assert_close(found.extra["rates"].sum(), torch.stack([*by_rate.values()]).sum())
     if config.inner_lr_learned == "element":
         rates = by_name(worker, found.extra["rates"])
         flat = [torch.cat([of[name].reshape(-1) for name in of_rates]) for of in (rates, of_rates)]
         assert cosine_and_error(*flat)[1] < 1e-9
 
 
-def test_differences_of_gradients_give_the_same():
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+def test_differences_of_gradients_give_the_same(clip):
     learner = stream_learner(False)
     one, other = (
-        found_by(learner, config_of(second_order=by))[0].gradient for by in ("autograd", "differences")
+        found_by(learner, config_of(second_order=by, inner_max_grad_norm=clip))[0].gradient
+        for by in ("autograd", "differences")
     )
     assert cosine_and_error(other.double(), one.double())[1] < 1e-3
+
+
+def test_a_clipped_step_moves_as_far_as_its_rate_says():
+    """The norm is that of what the step moves."""
+    learner = stream_learner(False)
+    for moved in ([], ["except", "*.mlp.*"]):
+        config = config_of(chunks=1, inner_max_grad_norm=0.5, inner_parameters=moved)
+        worker, rows = worker_of(learner, config), episode()
+        theta = worker.read()
+        setup_of(worker, config).inner.adapt(worker, theta, Batcher(0).episode(rows).support)
+        assert float((worker.read() - theta).norm()) == pytest.approx(0.1 * 0.5, rel=1e-5)
 
 
 def test_first_order_is_reptile_with_an_ordered_support_set():
@@ -268,6 +293,34 @@ def test_rows_have_a_document_a_name_or_a_hash(folder):
     assert "are not read" not in text
 
 
+def test_a_document_in_two_strata_is_refused(folder):
+    rows = [{"text": long_text(n, 16), "document": f"d{n // 2}", "stratum": f"s{n % 2}"} for n in range(4)]
+    (folder / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = refusal(sources_of, folder / "parts.jsonl")
+    check_message(text, "2 documents (d0, d1) have parts in several strata", "--stratum_column")
+
+
+def test_known_documents_are_named(folder, tmp_path, capsys):
+    """A run stores what it has learned from; evaluate and adapt tell where it comes again by another name."""
+    (folder / "more").mkdir()
+    for number in range(6):
+        (folder / f"{number}.txt").write_text(long_text(number))
+    run = {"outer_steps": 1, "eval_episodes": 0, "meta_batch_size": 1, "output_dir": str(tmp_path / "run")}
+    config = config_of(**run).but(dataset=[str(folder)])
+    MetaTrainer(config).train()
+    model = tmp_path / "run" / "model"
+    (used,) = json.loads((model / "fmmeta.json").read_text())["datasets"]
+    for number, name in enumerate(used["splits"]["train"]):
+        (folder / name).rename(folder / "more" / f"{number}.txt")
+    words = ["--model_name_or_path", str(model), "--dataset", str(folder / "more"), "--episodes", "1"]
+    assert exit_code(["evaluate", *words]) == 0
+    check_text(capsys.readouterr().out, "1 of 1 row", "test split", "the model was trained on")
+    words = ["--model_name_or_path", str(model), "--support", str(folder / "more" / "0.txt")]
+    assert exit_code(["adapt", *words, "--output_dir", str(tmp_path / "adapted")]) == 0
+    text = capsys.readouterr().out
+    check_text(text, "1 of 1 row are rows that the model was trained on")
+
+
 def test_positions_are_those_of_chunks():
     """The first token of a document has no loss, and the second chunk begins at its place all the same."""
     config = config_of(chunk=256, context=16, chunks=2)
@@ -275,10 +328,12 @@ def test_positions_are_those_of_chunks():
     store = SimpleNamespace(input_ids=lambda row: [65 + 3] * 512)
     draw = Stretch(episode().task, [(0, 0)], [], store=store, begin=0, config=config)
     tokenizer = SimpleNamespace(decode=lambda tokens: "a" * len(tokens))
-    score = stream_score(0, draw.task, draw, [PassStats(one) for one in stats], tokenizer)
+    score = stream_score(0, draw.task, draw, [PassStats(one) for one in stats], tokenizer, 2.0, 100.0)
     assert score.metrics["bits_per_byte_from_0"] == pytest.approx(2 / np.log(2))
     assert score.metrics["bits_per_byte_from_256"] == pytest.approx(1 / np.log(2))
     assert score.loss == 1.5
+    assert score.metrics["tokens_per_second"] == 511 / 2
+    assert score.metrics["state_bytes"] == 100 + 8 * 16
 
 
 def test_documents_are_given_in_python(folder, tmp_path):
@@ -288,6 +343,7 @@ def test_documents_are_given_in_python(folder, tmp_path):
     assert MetaTrainer(Config(**settings), dataset=texts).train().outer_steps == 1
     adapted = fmmeta.adapt(tmp_path / "run" / "model", texts[:1], output_dir=tmp_path / "adapted")
     assert adapted.inner_steps == -(-len(texts[0]["text"]) // 5)
+    check_message(refusal(adapted.predict, ["text"]), "documents have no answers", "fmmeta predict")
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     check_text(card, "--support document.txt", "AutoModelForCausalLM.from_pretrained")
     assert "support.jsonl" not in card
@@ -311,12 +367,19 @@ def test_a_file_that_is_no_text_and_documents_that_are_all_too_short_are_refused
             ["algorithm=fomaml with task_type=stream", "use ttt, reptile, joint or none"],
         ),
         ({"inner_optimizer": "adamw"}, ["inner_optimizer=adamw with algorithm=ttt", "leave it out"]),
+        ({"n_way": 3}, ["n_way=3 with task_type=stream: a document has no classes", "leave it out"]),
+        ({"head_init": "prototype"}, ["head_init=prototype with task_type=stream"]),
+        ({"max_staleness": 1}, ["max_staleness=1 with algorithm=ttt", "use --algorithm reptile, or leave"]),
         ({"k_shot": 3}, ["k_shot=3 with task_type=stream", "leave it out"]),
         ({"num_query": 2}, ["num_query=2 with task_type=stream", "leave it out"]),
         ({"inner_steps": 3}, ["inner_steps=3 with chunks=4", "leave inner_steps out"]),
         ({"max_length": 64}, ["max_length=64", "context=3 and chunk=5"]),
         ({"prompt_template": "chat"}, ["prompt_template=chat means nothing for task_type=stream"]),
         ({"support_batch_size": 2}, ["support_batch_size=2"]),
+        (
+            {"inner_max_grad_norm": 1.0, "inner_lr_learned": "element"},
+            ["inner_max_grad_norm=1.0 with inner_lr_learned=element", "leave one out"],
+        ),
     ],
     ids=str,
 )
@@ -328,6 +391,7 @@ def test_settings_that_mean_nothing_for_streams_are_refused(settings, parts):
     ("settings", "parts"),
     [
         ({"chunk": 8}, ["chunk=8 means nothing for task_type=causal_lm"]),
+        ({"inner_max_grad_norm": 1.0}, ["inner_max_grad_norm=1.0 means nothing for task_type=causal_lm"]),
         ({"algorithm": "ttt"}, ["task_type=causal_lm does not go with algorithm=ttt", "streams"]),
     ],
     ids=str,
@@ -380,6 +444,13 @@ def test_evaluation_tells_bits_per_byte_by_position(trained, capsys):
         found[method] = cell = json.loads((trained / f"{method}.json").read_text())
         assert cell["bits_per_byte"] == cell["bits_per_byte_from_0"]
         assert cell["bits_per_byte"]["mean"] == pytest.approx(cell["loss"] / np.log(2), rel=0.02)
+        assert cell["tokens_per_second"]["mean"] > 0
+        text = capsys.readouterr().out
+        check_text(text, "tokens_per_second", "state_bytes", f"4-chunk {method}")
+        assert "shot" not in text.replace("zero_shot", "")
+    assert found["zero_shot"]["state_bytes"]["mean"] == 8 * 8
+    weights = AutoModelForCausalLM.from_pretrained(trained / "run" / "model").num_parameters()
+    assert 0.5 * 4 * weights < found["finetune"]["state_bytes"]["mean"] - 8 * 8 <= 4 * weights
     assert found["finetune"]["loss"] != found["zero_shot"]["loss"]
 
 
@@ -418,6 +489,49 @@ def test_a_folder_of_documents_is_adapted_to_one_by_one(trained, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"a", "b"}
 
 
+def test_predict_continues_a_document_with_what_it_has_learned(trained, tmp_path, capsys):
+    """The continuation is that of an adapted model, and parts of a document are learned as one."""
+    words = ["predict", "--model_name_or_path", str(trained / "run" / "model"), "--max_new_tokens", "9"]
+    assert exit_code([*words, "--input", str(trained / "a.txt")]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [*answer] == ["document", "tokens", "bits_per_byte", "zero_shot_bits_per_byte", "output"]
+    text = (trained / "a.txt").read_text()
+    assert answer["document"].endswith("a.txt")
+    assert answer["tokens"] == len(text) - 1
+    assert answer["bits_per_byte"] < answer["zero_shot_bits_per_byte"] - 1
+    by_hand = fmmeta.adapt(trained / "run" / "model", str(trained / "a.txt"), output_dir=tmp_path / "a")
+    ids = torch.tensor([plain_tokens(by_hand.loaded.tokenizer, text)[-8:]])
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    for _ in range(9):
+        ids = torch.cat([ids, hf(ids).logits[0, -1].argmax().view(1, 1)], 1)
+    assert answer["output"] == by_hand.loaded.tokenizer.decode(ids[0, 8:], skip_special_tokens=True)
+    rows = [{"text": part, "document": name} for name in "xy" for part in (text[:90], text[90:])]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    table = tmp_path / "out.csv"
+    assert exit_code([*words, "--input", str(tmp_path / "rows.jsonl"), "--output", str(table)]) == 0
+    found = [*csv.DictReader(table.open())]
+    assert [one["document"] for one in found] == ["x", "y"]
+    for one in found:
+        assert float(one["bits_per_byte"]) == answer["bits_per_byte"]
+        assert one["output"] == answer["output"]
+
+
+def test_predict_begins_at_adapted_weights(trained, tmp_path, capsys, monkeypatch):
+    model, texts = str(trained / "run" / "model"), str(trained / "a.txt")
+    learned = ["--model_name_or_path", model, "--support", texts, "--lora_r", "2", "--inner_lr", "1"]
+    assert exit_code(["adapt", *learned, "--output_dir", str(tmp_path / "adapted")]) == 0
+    found = []
+    for folder in (model, tmp_path / "adapted"):
+        monkeypatch.setattr("sys.stdin", io.StringIO((trained / "a.txt").read_text()))
+        capsys.readouterr()
+        assert exit_code(["predict", "--model_name_or_path", str(folder), "--max_new_tokens", "1"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[1]["zero_shot_bits_per_byte"] < found[0]["zero_shot_bits_per_byte"] - 0.1
+    assert found[1]["bits_per_byte"] < found[1]["zero_shot_bits_per_byte"]
+    assert exit_code(["predict", "--adapters", str(tmp_path)]) == 2
+    check_message(capsys.readouterr().err, "have no answers", "fmmeta predict --model_name_or_path")
+
+
 def test_a_stored_number_of_steps_follows_the_chunks(trained, tmp_path):
     model = str(trained / "run" / "model")
     words = ["--model_name_or_path", model, "--dataset", "ciphers", "--episodes", "1", "--chunks", "6"]
@@ -432,7 +546,8 @@ def test_commands_for_rows_refuse_documents_in_one_line(trained, tmp_path, capsy
     rows = [{"text": "a b c d e", "document": name} for name in "ab"]
     (trained / "two.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for given, part in (
-        (["predict", "--model_name_or_path", model, "--input", str(trained / "a.txt")], "have no answers"),
+        (["predict", *words[1:], "--input", str(trained / "a.txt"), "--equal_classes"], "equal_classes=True"),
+        (["predict", *words[1:], "--input", str(trained / "short.txt")], "give a longer document"),
         (["tune", "--model_name_or_path", model, "--dataset", "ciphers"], "each chunk once"),
         (["inspect", "--task_type", "stream", "--dataset", "ciphers"], "no rows to show"),
         (
@@ -443,6 +558,8 @@ def test_commands_for_rows_refuse_documents_in_one_line(trained, tmp_path, capsy
         ([*adapt, str(trained / "two.jsonl")], "it has 2 documents"),
         ([*adapt, str(trained / "short.txt")], "give a longer document"),
         (["evaluate", *words[1:], "--dataset", "ciphers", "--inner_steps", "0"], "inner_steps=0 with chunks"),
+        (["evaluate", *words[1:], "--dataset", "ciphers", "--n_way", "all"], "n_way=all means nothing"),
+        (["evaluate", *words[1:], "--dataset", "ciphers", "--n_way", "3"], "n_way=3 means nothing"),
     ):
         assert exit_code(given) == 2
         check_message(capsys.readouterr().err, part)

@@ -42,6 +42,7 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
         inner_optimizer(config),
         head,
         config.proximal_weight if "proximal_weight" in find(config.algorithm).supports else 0.0,
+        config.inner_max_grad_norm,
     )
     by_autograd = second_order_by_autograd(config, worker.differentiates_twice, rates.only_head)
     return Setup(config, inner, HvpOptions("bf16" if bf16 else "fp32", by_autograd=by_autograd))

@@ -11,6 +11,9 @@ no query pass: the inner gradient of a chunk is its outer gradient. The backward
         dL/dalpha_k = -v g_{k+1}(phi_k)                  where rates are learned
         v <- v + g_{k+1}(phi_k) / K + H_{k+1}(phi_k) (-alpha_k v)
 
+With `--inner_max_grad_norm c` a step takes clip_k g, clip_k = min(1, c / |g|), whose derivative is
+clip_k (I - g g' / |g|^2) where it clips (inner_optimizers.py): the paper's setting is a norm of 1.
+
 With `--first_order_steps` of the whole run the products are left out, and v is the mean of the gradients:
 Reptile's direction, with a chunk for each inner step. `--truncate_steps T`: of order 2 for the last T steps.
 

@@ -228,8 +228,9 @@ def known_rows(trained: Iterable[UsedSplits], where: str, noun: str, contents: C
         found, count = before.trained_rows(keys_of(contents, others))
         if found:
             units = [unit for unit in others if before.trained_rows(contents[unit])[0]]
+            named = f" ({few(units)})" if any(units) else ""  # rows of one task have no class
             yield (
-                f"{where}: {found} of {counted(count, 'row')} ({few(units)}) are rows that the model was"
+                f"{where}: {found} of {counted(count, 'row')}{named} are rows that the model was"
                 f" trained on with dataset={before.dataset}, by their contents; scores on them are not those"
                 " on new rows: leave them out"
             )

@@ -21,6 +21,7 @@ from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.columns import Bad, Row, column_like, is_missing, pick
 from fmmeta.tasks.data.files import TEXTS
+from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import TokenStore, digest
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 from fmmeta.tasks.sources.base import ClassKey, Draw, EpisodeRows, TaskSource
@@ -88,11 +89,17 @@ def long_enough(
 ) -> dict[str, str]:
     """The documents that are long enough, with their strata; the others are left out, with a notice.
 
-    Raises `UsageError` if none is.
+    Raises `UsageError` if none is, and for a document in several strata.
     """
     needed = config.chunks * config.chunk
-    rows = store.of_data.select(["unit"]).append_column("tokens", [store.lengths()[: len(store)]])
-    sums = rows.group_by("unit").aggregate([("tokens", "sum")])
+    rows = store.of_data.select(["unit", "stratum"]).append_column("tokens", [store.lengths()[: len(store)]])
+    sums = rows.group_by("unit").aggregate([("tokens", "sum"), ("stratum", "count_distinct")])
+    counts = zip(sums["unit"].to_pylist(), sums["stratum_count_distinct"].to_pylist(), strict=True)
+    if several := sorted(name for name, count in counts if count > 1):
+        raise UsageError(
+            f"{counted(len(several), 'document')} ({few(several)}) have parts in several strata; give each"
+            " document a name and a stratum, or name other columns: --task_column, --stratum_column"
+        )
     tokens = dict(zip(sums["unit"].to_pylist(), sums["tokens_sum"].to_pylist(), strict=True))
     kept = {name: stratum for name, stratum in strata.items() if tokens[name] >= needed}
     short = len(strata) - len(kept)
