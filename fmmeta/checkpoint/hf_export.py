@@ -112,7 +112,8 @@ def export(
     heads = {name: torch.zeros(shapes.pop(name)) for name in skeleton.head_names} if config.joint_head else {}
     here = shapes if ranks.layout.group_index == 0 else {}  # the first group writes
     prefix = "hf." if isinstance(skeleton, HFLearner) else ""
-    called = {name.removeprefix(prefix).replace(".base_layer", ""): name for name in skeleton.state_dict()}
+    of_peft = ".base_layer" if config.lora_r else ""
+    called = {name.removeprefix(prefix).replace(of_peft, ""): name for name in skeleton.state_dict()}
     stored = Stored(theta, worker, shapes, frozen | heads, called)
     model = skeleton.hf if isinstance(skeleton, HFLearner) else skeleton
     if config.lora_r:

@@ -128,6 +128,7 @@ class Learner(nn.Module, ABC):
     depend on each other (contrastive, batch norm): then a set is one micro-batch on one rank. inputs: usual
     names of the column by which `fmmeta predict` shows an input, and that a plain line is read as. example: a
     row, for the card of a model. of_numbers: the loss is one of outputs [N] and targets [N], both numbers.
+    unused: prefixes of the names of parameters that no output depends on.
     inner_only, outer_only: names of trained parameters that the outer loop, or the inner loop, leaves as they
     are (parameter_sets.py).
     pair: names of input and target in a stored row, of learners whose texts are encoded without `facts`: they
@@ -145,6 +146,7 @@ class Learner(nn.Module, ABC):
     example: Mapping[str, Any] = {"input": "a b", "output": "b"}
     of_numbers = False
     pair: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     inner_only: Collection[str] = ()
     outer_only: Collection[str] = ()
 

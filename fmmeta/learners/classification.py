@@ -140,7 +140,7 @@ class PooledClassifier(Classifier):
     """
 
     head_path, head_names, top = "head", ("head.weight", "head.bias"), ("head.",)
-    own_head, peft_task = True, "FEATURE_EXTRACTION"
+    own_head, peft_task, unused = True, "FEATURE_EXTRACTION", ("hf.pooler.",)
 
     def __init__(self, hf: Any, classes: int, pooling: str, norm: float = 0.0) -> None:
         super().__init__(hf)
@@ -148,8 +148,8 @@ class PooledClassifier(Classifier):
         # convolutional models have a size of each stage
         size = hf.config.hidden_size if hasattr(hf.config, "hidden_size") else hf.config.hidden_sizes[-1]
         self.head = nn.Linear(size, classes)
-        for name, param in hf.named_parameters():
-            if name.split(".")[0] == "pooler":  # unused, so it would get no gradient
+        for name, param in self.named_parameters():
+            if name.startswith(self.unused):
                 param.requires_grad_(False)
 
     def forward(self, **inputs: Tensor) -> Outputs:

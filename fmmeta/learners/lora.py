@@ -145,8 +145,8 @@ def attention_layers(learner: HFLearner) -> list[str] | None:
 
 
 def layers_below_top(learner: HFLearner) -> dict[str, nn.Module]:
-    """Modules of the HF model that can get adapters: not the fully trained ones, nor an unused pooler."""
-    without = (*learner.top, "hf.pooler.")
+    """Modules of the HF model that can get adapters: not the fully trained ones, nor unused ones."""
+    without = (*learner.top, *learner.unused)
     return {
         name: module for name, module in learner.hf.named_modules() if not f"hf.{name}.".startswith(without)
     }

@@ -100,7 +100,8 @@ def choose_parameters(learner: Learner, config: Config) -> None:
     trained = {name for name, param in params.items() if param.requires_grad}
     outer = trained
     if config.outer_parameters:
-        outer = select("outer_parameters", config.outer_parameters, params, sets)
+        below = {name for name in params if config.lora_r and not name.startswith(learner.unused)}
+        outer = select("outer_parameters", config.outer_parameters, trained | below, sets)
         outer |= sets["head"] if config.joint_head else set()  # that of all classes begins with zeros
         if packed := [name for name in sorted(outer - trained) if not params[name].is_floating_point()]:
             raise UsageError(

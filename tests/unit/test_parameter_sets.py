@@ -64,6 +64,7 @@ def test_sets_by_their_names(settings, inner_only, outer_only):
     assert kinds(learner.outer_only) == {*outer_only.split()}
     trained = {name for name, param in learner.named_parameters() if param.requires_grad}
     assert {*learner.inner_only, *learner.outer_only} <= trained
+    assert not any("pooler" in name for name in trained)  # it has no gradient
     assert trains_base(learner) == ("lora_r" not in settings or "outer_parameters" in settings)
 
 
