@@ -37,6 +37,7 @@ from torch import Tensor
 
 from fmmeta.common.errors import UsageError, one_line, usage_errors
 from fmmeta.common.progress import Progress
+from fmmeta.config.fields import shown
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import FewShotConfig
 from fmmeta.learners.files import cached_file, remembered
@@ -236,8 +237,8 @@ def stored_rates(config: Config, inner: InnerLoop, worker: Worker) -> Rates:
     if None in columns.values():
         raise UsageError(
             f"model_name_or_path={config.model_name_or_path}: the inner rates in fmmeta.json are of other"
-            " layers than the inner loop changes; give --inner_lr, or leave --lora_r and --inner_parameters"
-            " out"
+            f" layers than lora_r={config.lora_r} and inner_parameters={shown(config.inner_parameters)}"
+            " change; leave --lora_r and --inner_parameters out, or give --inner_lr"
         )
     if config.head_init == "zero" and inner.head.names and not any(columns.get(HEAD) or ()):
         raise UsageError(

@@ -617,7 +617,7 @@ def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, s
     [prototypes] = evaluate(model, str(classes), method=["prototype"], **given)["cells"]
     assert 0 < prototypes["accuracy"] <= 1
     message = refusal(evaluate, model, str(classes), lora_r=0, **given)
-    parts = ("lora_r=0", "leave --lora_r out, or give --inner_lr")
+    parts = ("lora_r=0", "--inner_parameters out, or give --inner_lr")
     check_message(message, f"model_name_or_path={model}", *parts)
 
 
