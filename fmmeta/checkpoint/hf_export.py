@@ -114,7 +114,7 @@ def export(
     prefix = "hf." if isinstance(skeleton, HFLearner) else ""
     of_peft = ".base_layer" if config.lora_r else ""
     called = {name.removeprefix(prefix).replace(of_peft, ""): name for name in skeleton.state_dict()}
-    stored = Stored(theta, worker, shapes, frozen | heads, called)
+    stored = ModelTensors(theta, worker, shapes, frozen | heads, called)
     model = skeleton.hf if isinstance(skeleton, HFLearner) else skeleton
     if config.lora_r:
         if trains_base(skeleton):
@@ -171,7 +171,7 @@ def clear(folder: Path, base: str | None = None) -> None:
 
 
 @dataclass(frozen=True)
-class Stored:
+class ModelTensors:
     """Where the tensors of a model are: parameters of `theta` [S], those in `shapes`, and `frozen` ones on
     the ranks that write them, by their names in the worker. called: these, by the names in the model.
     """
@@ -257,7 +257,7 @@ def write_adapters(
 def write_model(
     folder: Path,
     model: Any,
-    stored: Stored,
+    stored: ModelTensors,
     config: Config,
     description: Description,
     ranks: ProcessGroups,
@@ -283,7 +283,7 @@ def write_model(
 
 
 def write_weights(
-    folder: Path, model: Any, stored: Stored, files: Files, head: Sequence[str]
+    folder: Path, model: Any, stored: ModelTensors, files: Files, head: Sequence[str]
 ) -> list[Exception]:
     """Write `files` one after another, and a learned head beside them.
 
@@ -338,7 +338,7 @@ def write_index(folder: Path, model: Any, files: Files, others: Mapping[str, str
     )
 
 
-def plan_files(model: Any, stored: Stored) -> Files:
+def plan_files(model: Any, stored: ModelTensors) -> Files:
     """The files of a model; tied tensors are in one of them, once."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     saved = {*dict(model.named_parameters()), *dict(model.named_buffers())} - {*ignored}

@@ -150,10 +150,10 @@ class PreferenceLearner(PairLearner):
         named = [column_like(one, columns) for one in REFERENCE]
         constant = config.lora_r and not config.outer_parameters
         if any(named) != all(named) or not (constant or all(named)):
+            use = "leave --outer_parameters out: the base" if config.lora_r else "give --lora_r 8, whose base"
             raise UsageError(
-                f"task_type={config.task_type} compares with a reference model; give --lora_r 8 without"
-                " --outer_parameters, whose base is the reference, or both columns"
-                f" {' and '.join(REFERENCE)} of the data"
+                f"task_type={config.task_type} compares with a reference model; {use} is the reference, or"
+                f" both columns {' and '.join(REFERENCE)} of the data"
             )
 
         def read(row: Row) -> dict[str, Any]:

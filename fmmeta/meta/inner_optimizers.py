@@ -40,7 +40,7 @@ FIXED = "fixed"  # the layer of the parameters that the inner loop does not chan
 RATES_FILE = "inner_lr.safetensors"  # rates element by element, in an exported folder, named as its tensors
 
 
-def layer_of(name: str, head_names: Sequence[str], outer_only: Collection[str] = ()) -> str:
+def layer_of(name: str, head_names: Sequence[str], outer_only: Collection[str]) -> str:
     """`hf.encoder.layer.3.attention.weight` -> `hf.encoder.layer.3`; outside numbered layers the module; the
     head is `head`; what the inner loop does not change is FIXED.
     """

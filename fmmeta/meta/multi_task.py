@@ -105,7 +105,13 @@ class MultiTaskInnerLoop:
         rates, begin, segments = self.inner.rates, 0, list[tuple[int, int, int]]()
         for name, shape in batch.shapes.items():
             end = begin + batch.tasks * shape.numel()
-            segments.append((begin, end, rates.layers.names.index(layer_of(name, self.inner.head.names))))
+            segments.append(
+                (
+                    begin,
+                    end,
+                    rates.layers.names.index(layer_of(name, self.inner.head.names, batch.worker.outer_only)),
+                )
+            )
             begin = end
         element = None if rates.element is None else batch.spread(rates.element)
         return replace(rates, layers=Layers(rates.layers.names, tuple(segments)), element=element)

@@ -161,8 +161,8 @@ MUTANTS = (
     Mutant(
         "learned rates of another inner step",
         "meta/inner_optimizers.py",
-        "into[k] -= worker.dot_by_layer",
-        "into[0] -= worker.dot_by_layer",
+        "into[k] -= self.layers.moving",
+        "into[0] -= self.layers.moving",
         "the gradients of all rates are added to those of the first step",
         RULES,
     ),

@@ -122,7 +122,7 @@ def test_proximal_gradient():
     ],
 )
 def test_layers_by_name(name, layer):
-    assert layer_of(name, ("head.weight", "head.bias")) == layer
+    assert layer_of(name, ("head.weight", "head.bias"), ()) == layer
     assert sorted(["l.10", "l.9", "e", "l.2"], key=natural) == ["e", "l.2", "l.9", "l.10"]
 
 
@@ -142,7 +142,7 @@ def test_layers_cover_the_model():
     assert {"head", "hf.encoder.layer.0"} < set(layers.names)
     for fragment in worker.params.fragments:
         ((_, _, index),) = layers.inside(fragment.here)
-        assert layers.names[index] == layer_of(fragment.name, LEARNER.head_names)
+        assert layers.names[index] == layer_of(fragment.name, LEARNER.head_names, ())
 
 
 def test_layer_with_rate_zero_is_unchanged():
