@@ -11,12 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import layouts
 from benchmarks.common import portable, read, write_json
 from benchmarks.plan import rows_of_mixtures
 from experiments.report import Lines, estimate, holm, mean, p_below, show, units
 from experiments.run import Study
+from experiments.streams import Cached
+from fmmeta.learners.stream import StreamLearner
 from tests.support.helpers import ROOT, tables_of
 
 RESULTS = sorted(ROOT.glob("*/results/*.json"))
@@ -60,6 +64,7 @@ DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data"))
         ("small_sets", "results/classification", 0),
         ("gradient_steps", "results/classification", 15),
         ("language", "results/language-models", 33),
+        ("streams", "results/language-models", 0),
         ("in_context", "how-to/evaluate-and-adapt", 0),
         ("experts", "results/experts", 0),
         ("layouts", "explanation/memory-and-time", 14),
@@ -79,7 +84,7 @@ def test_a_study_has_a_result_for_each_of_its_cells(name):
     study = Study(name)
     results = study.results()
     known = study.cells.keys() & results.keys()
-    assert known == study.cells.keys() or name in ("intents", "full_way", "gradient_steps")
+    assert known == study.cells.keys() or name in ("intents", "full_way", "gradient_steps", "streams")
     assert len(known) >= 2 or name in ("balance", "entities")
     left = [one for one in results if one not in study.cells]
     assert all(one.startswith("train ") or one == "simulated" for one in left)  # kept, not computed again
@@ -213,6 +218,24 @@ def test_no_cell_of_the_grid_of_small_sets_is_below_zero():
             assert lost > 0.05 / 18, shots  # three draws of three sets, at one and at five shots
     # five minutes of a fast core; 40 x 50 and the longer texts of FewRel take more on one of 55 GFLOP/s
     assert all(int(row[-1]) < (660 if "fewrel" in row[0] else 360) for row in of_sets)
+
+
+def test_kept_rows_of_frozen_blocks_change_no_number(tmp_path, monkeypatch):
+    """Logits and gradients of the blocks above, when the file is written and when it is read."""
+    monkeypatch.setattr(Cached, "blocks", 2)
+    monkeypatch.setattr(Cached, "kept", tmp_path)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    hf = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, num_key_value_heads=2))
+    row = {"input_ids": torch.randint(0, 50, (1, 12)), "attention_mask": torch.ones(1, 12, dtype=torch.long)}
+    params, places = [*hf.model.layers[2:].parameters(), hf.lm_head.weight], torch.arange(5, 11)
+    found = []
+    for kind in (StreamLearner, Cached, Cached):
+        logits = kind(hf)(places, **row)
+        found.append([logits, *torch.autograd.grad(logits.square().sum(), params)])
+    assert len([*tmp_path.iterdir()]) == 1
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
 
 
 def test_holms_correction_and_the_test_of_a_cell():

@@ -1,0 +1,106 @@
+"""streams.yaml: documents out of packages, blocks below the adapters that are run once for each row, and test
+cells at the rates that were best on validation documents.
+"""
+
+import hashlib
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.report import mean, units
+from experiments.run import Cell, Study, merged
+from fmmeta import evaluate
+from fmmeta.config.learners import STREAM
+from fmmeta.learners.stream import StreamLearner
+
+
+class Cached(StreamLearner):
+    """The learner of streams for a model whose first blocks are frozen: a file holds what they make of a row.
+
+    blocks: how many are frozen. kept: the folder of the files.
+    """
+
+    blocks, kept = 23, Path()
+
+    def forward(self, places: Tensor | None = None, **inputs: Tensor) -> Tensor:
+        """Of one row without padding: the same numbers as without files."""
+        ids = inputs.pop("input_ids")
+        body: Any = next(
+            one for one in self.hf.modules() if isinstance(getattr(one, "layers", 0), nn.ModuleList)
+        )
+        layers, norm = body.layers, body.norm
+        file = self.kept / f"{hashlib.sha256(ids.numpy().tobytes()).hexdigest()}.pt"
+        try:
+            if not file.is_file():
+                body.layers, body.norm = layers[: self.blocks], nn.Identity()
+                with torch.no_grad():
+                    torch.save(
+                        body(input_ids=ids, use_cache=False).last_hidden_state, file.with_suffix(".new")
+                    )
+                file.with_suffix(".new").rename(file)
+            body.layers, body.norm = layers[self.blocks :], norm
+            return super().forward(places, inputs_embeds=torch.load(file), **inputs)
+        finally:
+            body.layers, body.norm = layers, norm
+
+
+STREAMS = replace(STREAM, learner=Cached)
+
+
+def documents(study: Study, cell: Cell) -> dict[str, Any]:
+    """Write the texts of `documents` (stratum: files of packages) to a folder; their numbers and digests."""
+    found: dict[str, Any] = {}
+    for stratum, pattern in cell.settings["documents"].items():
+        folder, digest = Path(study.folder, "documents", stratum), hashlib.sha256()
+        folder.mkdir(parents=True, exist_ok=True)
+        files = sorted(Path(study.data).glob(pattern))
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+        for file, text in zip(files, texts, strict=True):
+            name = "_".join(file.parts[-2:]).removesuffix(".txt") + ".txt"
+            (folder / name).write_text(text, encoding="utf-8")
+            digest.update(f"{name}\n{text}".encode())
+        found[stratum] = {
+            "documents": len(files),
+            "characters": sum(map(len, texts)),
+            "sha256": digest.hexdigest(),
+        }
+    return found
+
+
+def measure(study: Study, cell: Cell) -> dict[str, Any]:
+    """Bits per byte of each document, also by position. A test cell takes the settings of its row that have
+    the lowest mean on validation documents, with its seed.
+    """
+    results = study.results()
+    if not Path(study.folder, "documents").is_dir() and documents(study, cell) != results["documents"]:
+        raise ValueError(f"{study.data}: the texts are others than those of the results")
+    Cached.kept = Path(study.folder, "kept")
+    Cached.kept.mkdir(exist_ok=True)
+    settings, row = cell.settings, {"grid": "choose", "row": cell.axes["row"]}
+    if cell.grid == "test":
+        tried = [one for one in study.cells.values() if {"grid": one.grid, "row": one.axes["row"]} == row]
+        if tried:
+            settings = min(tried, key=lambda one: mean(units(results[one.name], "bits_per_byte"))).settings
+        seed = {"train": {"seed": cell.axes["seed"]}} if "train" in settings else {}
+        settings = merged(settings, seed, {"evaluate": cell.settings["tested"]})
+    model, seconds = study.trained(replace(cell, settings=settings))
+    began = time.process_time()
+    (result,) = evaluate(model, **settings["evaluate"])["cells"]
+    scores = [score["metrics"] for score in result["scores"]]
+    return {
+        **{name: " ".join(f"{score[name]:.5f}" for score in scores) for name in scores[0]},
+        "strata": Counter(score["stratum"] for score in result["scores"]),
+        "rates": {
+            "outer": settings.get("train", {}).get("outer_lr"),
+            "inner": settings["evaluate"].get("inner_lr"),
+        },
+        "cpu_minutes": {
+            "training": round(seconds / 60, 2),
+            "scoring": round((time.process_time() - began) / 60, 2),
+        },
+    }
