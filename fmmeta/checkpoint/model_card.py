@@ -31,7 +31,7 @@ INPUT = "5 + 1"  # of a language model, in the examples of a card
 PLACEHOLDER = "USER/MODEL"  # in the commands of a card; `fmmeta push` writes the id of the repository instead
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|code|multilingual")
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-LOCAL_DATA = ("letters", "words", "digits")  # built-in data sets
+LOCAL_DATA = ("letters", "words", "digits", "ciphers", "tables")  # built-in data sets
 
 
 @dataclass(frozen=True)

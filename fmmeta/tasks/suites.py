@@ -19,6 +19,11 @@ held-out tasks combine other kinds.
 same one, and one letter in twenty is any (0.36 nats a letter). Each document is written through its own
 permutation of the letters, which a window below 26 letters does not show and the weights can learn.
 
+`tables`: documents of 32 characters for streams, in two chunks of 16. The first one is a table: A, B and six
+digits in any order, each followed by a letter. The letters of A and B are of the document's own permutation
+of a to h; those of the digits are any. The second chunk has six other signs, each followed by any letter, and
+ends with A and B and their letters, which its window does not show.
+
 `digits`: scikit-learn's 1,797 images of handwritten digits, 8 x 8 pixels, as arrays (no file, no network, no
 Pillow). Classes 0 to 3 are for training, 4 to 6 for validation, 7 to 9 for the test.
 """
@@ -36,6 +41,8 @@ CLASSES, ROWS = 6, 20  # of a task of letters; rows of each class
 KINDS, OF_A_KIND = 12, 5
 NOISE = 0.05  # share of letters of ciphers that follow no rule
 DOCUMENTS, LETTERS = {"train": 400, "valid": 20, "test": 100}, 1024  # of ciphers
+TABLES = {"train": 4000, "valid": 20, "test": 100}  # documents of tables
+SIGNS, DIGITS, OTHERS, VALUES = "AB", "012345", "NOPQRS", "abcdefgh"  # in tables
 TASKS = {"train": 20, "valid": 4, "test": 6}  # of letters, per family
 
 Kind = list[str]
@@ -145,18 +152,35 @@ def unused_kinds(rng: random.Random, count: int, seen: set[tuple[int, ...]]) -> 
             return own
 
 
+def named(counts: dict[str, int]) -> dict[str, list[str]]:
+    """Names of the documents of each split."""
+    return {split: [f"{split}-{n}" for n in range(count)] for split, count in counts.items()}
+
+
 def ciphers() -> tuple[list[Row], dict[str, list[str]]]:
     """Return the rows (task, text) and the documents of each split."""
     rng, rows, letters = random.Random("ciphers"), list[Row](), string.ascii_lowercase
     order = shuffled(rng, list(letters))
     follows = dict(zip(order, order[1:] + order[:1], strict=True))
-    splits = {split: [f"{split}-{n}" for n in range(count)] for split, count in DOCUMENTS.items()}
+    splits = named(DOCUMENTS)
     for name in (name for names in splits.values() for name in names):
         cipher = dict(zip(letters, shuffled(rng, list(letters)), strict=True))
         text = [rng.choice(letters)]
         while len(text) < LETTERS:
             text.append(rng.choice(letters) if rng.random() < NOISE else follows[text[-1]])
         rows.append(Row({"task": name, "text": "".join(cipher[one] for one in text)}, f"ciphers/{name}"))
+    return rows, splits
+
+
+def tables() -> tuple[list[Row], dict[str, list[str]]]:
+    """Return the rows (task, text) and the documents of each split."""
+    rng, rows, splits = random.Random("tables"), list[Row](), named(TABLES)
+    for name in (name for names in splits.values() for name in names):
+        cipher = dict(zip(SIGNS, shuffled(rng, list(VALUES)), strict=False))
+        true = [sign + letter for sign, letter in cipher.items()]
+        table, others = ([sign + rng.choice(VALUES) for sign in signs] for signs in (DIGITS, OTHERS))
+        text = [*shuffled(rng, true + table[1:]), table[0], *shuffled(rng, others), *shuffled(rng, true)]
+        rows.append(Row({"task": name, "text": "".join(text)}, f"tables/{name}"))
     return rows, splits
 
 

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fmmeta
 from fmmeta import MetaTrainer, Tasks
@@ -24,6 +25,7 @@ from fmmeta.learners.load import describe, load_tokenizer
 from fmmeta.learners.lora import inject
 from fmmeta.learners.stream import StreamLearner
 from fmmeta.meta.reference import set_loss
+from fmmeta.metrics.scores import mean_ci95
 from fmmeta.parallel.costs import passes
 from fmmeta.parallel.workers.base import PassStats
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
@@ -32,6 +34,7 @@ from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.tasks.sources.stream import Stretch, chunked
+from fmmeta.tasks.suites import tables
 from harness.fork_server import ROOT, environment
 from tests.support.learners import (
     RuleOn,
@@ -62,7 +65,7 @@ def stream_learner(adapters: bool) -> Learner:
 
 def config_of(**settings):
     given = {"algorithm": "ttt", "chunk": 5, "context": 3, "chunks": CHUNKS, "inner_lr": 0.1, **settings}
-    return Config(task_type="stream", dataset=["ciphers"], **given)
+    return Config(task_type="stream", **{"dataset": ["ciphers"], **given})
 
 
 def episode() -> EpisodeRows:
@@ -591,6 +594,50 @@ def test_fast_weights_carry_a_cipher_that_the_window_does_not_show(tmp_path):
         losses[name] = line
     assert losses["joint"]["query_loss"] > 2.8, losses
     assert losses["ttt"]["query_loss"] < 1.5, losses
+
+
+def asked(folder, rate):
+    """Loss of the letters that end each test document of `tables`, after a step on its first chunk."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, found = AutoTokenizer.from_pretrained(folder), []
+    gains = model.get_parameter("model.norm.weight")
+    start = gains.detach().clone()
+    for text in (row.values["text"] for row in tables()[0] if row.values["task"].startswith("test")):
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        gains.data.copy_(start)
+        loss = cross_entropy(model(ids[:, :16]).logits[0, :-1], ids[0, 1:16])
+        gains.data -= rate * torch.autograd.grad(loss, gains)[0]
+        with torch.no_grad():
+            losses = cross_entropy(model(ids[:, 14:]).logits[0, :-1], ids[0, 15:], reduction="none")
+        found.append(float(losses[-3::2].mean()))
+    return np.array(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_only_exact_meta_gradients_write_a_table_into_few_fast_weights(tmp_path):
+    """A step changes 64 gains, which all letters of a table share; first order does not learn to choose."""
+    few = {"inner_parameters": ["model.norm.weight"], "inner_lr": 100.0, "second_order": "autograd"}
+    rules = {
+        "exact": few,
+        "first order": {**few, "first_order_steps": 500},
+        "joint": {"algorithm": "joint"},
+    }
+    shared = {"chunk": 16, "context": 2, "chunks": 2, "outer_steps": 500, "meta_batch_size": 16}
+    shared |= {"outer_lr": 8e-3, "adam_epsilon": 1e-6, "eval_episodes": 0}
+    for name, settings in rules.items():
+        run = {**shared, **settings, "dataset": ["tables"], "output_dir": str(tmp_path / name)}
+        MetaTrainer(config_of(**run)).train()
+    exact, first, before = (
+        asked(tmp_path / name / "model", rate)
+        for name, rate in (("exact", 100.0), ("first order", 100.0), ("joint", 0.0))
+    )
+    fall, half = mean_ci95([*(first - exact)])
+    assert fall - half > 0.3, (fall, half)
+    for rate in (1.0, 10.0, 100.0):
+        gain, half = mean_ci95([*(before - asked(tmp_path / "joint" / "model", rate))])
+        assert gain + half < 0.1, (rate, gain, half)
+    assert before.mean() > np.log(8 * 7) / 2 - 0.05  # as without the table
 
 
 PEAK = """

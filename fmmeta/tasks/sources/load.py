@@ -68,7 +68,7 @@ from fmmeta.tasks.sources.base import (
 )
 from fmmeta.tasks.sources.own import OwnSource, Tasks, refuse_unread, tasks_named
 from fmmeta.tasks.sources.stream import StreamSource, documents, long_enough, read_texts, text_files
-from fmmeta.tasks.suites import ciphers, digits, letters
+from fmmeta.tasks.suites import ciphers, digits, letters, tables
 from fmmeta.tasks.word_suite import words
 
 Notice = Callable[[str], None]
@@ -280,7 +280,7 @@ def glance(path: Path, max_length: int) -> tuple[int, float]:
 
 LEAST_WEIGHT = 1e-6  # of a class; the largest is 1 / LEAST_WEIGHT, so that sums in fp32 are finite
 HUB_SETTINGS = ("dataset_config_name", "dataset_split", "dataset_revision")
-SUITES = {"letters": letters, "words": words, "digits": digits, "ciphers": ciphers}
+SUITES = {"letters": letters, "words": words, "digits": digits, "ciphers": ciphers, "tables": tables}
 
 
 @dataclass
@@ -610,8 +610,8 @@ def generated(name: str, config: Config, tokenizer: Any) -> tuple[list[Row], Spl
                 " classification, or dataset=words",
             ),
             (
-                (name == "ciphers") != config.learner.ordered,
-                f"dataset={name} with task_type={config.task_type}: ciphers are documents for"
+                (name in ("ciphers", "tables")) != config.learner.ordered,
+                f"dataset={name} with task_type={config.task_type}: ciphers and tables are documents for"
                 " task_type=stream, and the other suites are rows; use them together",
             ),
             (
