@@ -172,20 +172,21 @@ def test_first_order_is_reptile_with_an_ordered_support_set():
         {"second_order": "autograd", "truncate_steps": 2},
         {"second_order": "differences"},
         {"second_order": "differences", "truncate_steps": 2},
+        {"algorithm": "joint"},
     ],
     ids=str,
 )
-def test_a_task_has_no_pass_over_a_query_set(settings, monkeypatch):
+def test_both_sets_of_a_stretch_take_the_passes_of_one(settings, monkeypatch):
     config = config_of(**settings)
     worker, counted = worker_of(stream_learner(False), config), []
     for name in ("_call", "gradient_vjp"):
         call = getattr(worker, name)
         monkeypatch.setattr(worker, name, lambda *a, call=call, **k: counted.append(1) or call(*a, **k))
-    rule = RuleOn(find("ttt").rule, setup_of(worker, config))
-    task_gradient(rule, worker, Batcher(0).episode(episode()))
+    rule = RuleOn(find(config.algorithm).rule, setup_of(worker, config))
+    task_gradient(rule, worker, Batcher(0, micro_batch_size=1).episode(episode()))
     cost = passes(config, twice=config.second_order == "autograd")
-    assert len(counted) == cost.support + cost.second_order
-    assert (cost.query, cost.query_forwards) == (0, 0)
+    assert len(counted) == cost.support + cost.query + cost.second_order
+    assert (cost.query, cost.query_forwards) == (CHUNKS if config.algorithm == "joint" else 0, 0)
 
 
 def test_evaluation_scores_each_chunk_before_its_step():

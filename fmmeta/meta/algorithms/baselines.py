@@ -7,8 +7,8 @@ Joint training is multi-task fine-tuning on the same tasks, without an inner loo
 The baseline that meta-learning has to beat (for language models: instruction tuning). Caruana, "Multitask
 Learning", Machine Learning 28, 1997, section 2. In training a classifier has one head over the classes of all
 training tasks (`number_classes`), zero at first and trained like the body. Evaluation drops it and adapts
-with the inner loop, from a head that the task initialises. Cost per task: 2 forward and backward passes, one
-shard of work.
+with the inner loop, from a head that the task initialises. Cost per task: 2 forward and backward passes (of
+streams, whose sets are the same rows, one of each chunk), one shard of work.
 
 In-context learning has no gradients: the support set precedes every query in the prompt.
 
@@ -51,6 +51,8 @@ from fmmeta.tasks.sources.base import EpisodeRows, EpisodeTransform
 
 
 def joint(task: TaskRun) -> TaskResult:
+    if task.config.learner.ordered:
+        return task.backward(task.support)  # both sets are the chunks of one stretch
     mean, support = task.gradient(task.support, 0.5)
     task.between_passes()
     query = task.worker.gradient(task.query, mean, 0.5)
@@ -74,7 +76,7 @@ JOINT = AlgorithmSpec(
     all_classes=True,
     supports=frozenset({"outer_parameters"}),
     conflicts=joint_conflicts,
-    passes=lambda config, forwards: Passes(1, 1),
+    passes=lambda config, forwards: Passes(0, config.chunks) if config.learner.ordered else Passes(1, 1),
     work_shards=1,
 )
 
