@@ -180,7 +180,7 @@ def of_data(c: Any) -> Conflicts:
     fits = len(weights) == len(c.dataset) and all(0 < weight < math.inf for weight in weights)
     return [
         (not c.dataset, "dataset= names no data set; name each once"),
-        (c.learner.of_classes and c.n_way < 2, f"n_way={c.n_way} is below 2; use 2 or more"),
+        (c.draws_classes and c.n_way < 2, f"n_way={c.n_way} is below 2; use 2 or more"),
         (len(set(c.dataset)) < len(c.dataset), f"dataset={names} names a data set twice; name each once"),
         *(
             (

@@ -235,11 +235,11 @@ class TaskConfig(RowConfig):
 
     dataset: list[str] = setting(
         ["letters"],
-        "One or more of: letters (a built-in suite), words (one for causal_lm), digits (one of"
-        " images), a .jsonl/.json/.csv/.tsv/.parquet file (.gz too), a folder of such files, a folder of"
-        " folders of them (each file is a task, read when it is drawn; its folder is the stratum), a folder"
-        " of a folder of images per class, module:name of your Tasks, or a hub id. Each of several data sets"
-        " is a stratum",
+        "One or more of: letters, words, digits, ciphers, tables (built-in suites of texts, answers, images"
+        " and documents), a .jsonl/.json/.csv/.tsv/.parquet file (.gz too), a folder of such files, a folder"
+        " of folders of them (each file is a task, read when it is drawn; its folder is the stratum), a"
+        " folder of a folder of images per class, module:name of your Tasks, or a hub id. Each of several"
+        " data sets is a stratum",
         common=True,
     )
     dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
@@ -318,6 +318,15 @@ class TaskConfig(RowConfig):
         'JSON file of positive weights of classes in the loss, support and query: {"rare": 3.0}; other'
         " classes have weight 1. A set's loss is the weighted mean over its rows",
         of="of_classes",
+    )
+    answers: str | None = setting(
+        None,
+        "causal_lm: tasks of --n_way classes, whose answers are the names of the classes, words of one token"
+        " that are drawn anew for each episode (symbols), or the names of other classes of the episode"
+        " (flipped)",
+        ("names", "symbols", "flipped"),
+        remembered=True,
+        of="generates",
     )
     chunk: int = setting(
         None,
@@ -1040,7 +1049,7 @@ class Config(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfig, P
         if self.learner.ordered:
             return f"{self.chunks}-chunk"
         sizes = [(self.k_shot, self.k_shot_max, "shot")]
-        if self.learner.of_classes:
+        if self.draws_classes:
             sizes.insert(0, (self.n_way, self.n_way_max, "way"))
         return " ".join(
             f"{least}{f' to {most}' if most not in (None, least) else ''}-{what}"
@@ -1048,9 +1057,19 @@ class Config(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfig, P
         )
 
     @property
+    def draws_classes(self) -> bool:
+        """Whether an episode has --n_way classes."""
+        return self.learner.of_classes or self.answers is not None
+
+    @property
     def most_classes(self) -> int:
         """Classes of the largest episode, and so outputs of the head; 0 without a head."""
         return (self.n_way_max or self.n_way) if self.learner.has_head else 0
+
+    @property
+    def largest_way(self) -> int:
+        """Classes of the largest episode; 1 where an episode is of one task."""
+        return (self.n_way_max or self.n_way) if self.draws_classes else 1
 
     @property
     def joint_head(self) -> bool:

@@ -97,7 +97,7 @@ def evaluate(
         suggest_chat(model.config, model.inputs.tokenizer, progress.notice)
         cells, ranks = model.cells(finished), model.ranks
         learner = model.config.learner
-        results = results_of(given, cells, learner, model.inputs.sources.first.kind)
+        results = results_of(given, cells, model.config, model.inputs.sources.first.kind)
         del model  # frees the weights before another model is loaded
         if settings.compare is not None:
             if others is None:

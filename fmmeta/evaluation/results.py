@@ -18,7 +18,7 @@ from fmmeta.common.security import make_folders, publishing, remove_empty
 from fmmeta.common.text import counted, to_json, units_of
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.learners import CLASSIFICATION, LearnerSpec
-from fmmeta.config.settings import METRICS
+from fmmeta.config.settings import METRICS, Config
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, format_interval, paired, summary, verdict, warning_of_few
 
@@ -54,11 +54,11 @@ class EvaluationResults(dict[str, Any]):
 
 
 def results_of(
-    settings: EvaluateConfig, cells: Sequence[EvalCell], learner: LearnerSpec, kind: str = "task"
+    settings: EvaluateConfig, cells: Sequence[EvalCell], config: Config, kind: str = "task"
 ) -> EvaluationResults:
     """The content of results.json: settings and the numbers of the first cell, then all cells.
 
-    learner: of the run. kind: `class` or `task`, over which the intervals are.
+    config: of the run. kind: `class` or `task`, over which the intervals are.
     """
     listed = [cell.as_dict() for cell in cells]
     return EvaluationResults(
@@ -66,7 +66,7 @@ def results_of(
             "model": settings.model_name_or_path,
             "dataset": settings.dataset,
             "eval_split": settings.eval_split,
-            "n_way": settings.n_way if learner.of_classes else None,
+            "n_way": settings.n_way if config.draws_classes else None,
             "n_way_max": settings.n_way_max,
             "k_shot_max": settings.k_shot_max,
             "seed": settings.seed,
@@ -144,6 +144,7 @@ def differences(
             "method": cell.method,
             "k_shot": cell.k_shot,
             **gain,
+            "by": "loss" if by_loss else "accuracy",
             "verdict": verdict((gain[gain_of[0]], gain[gain_of[1]])),
             "other": other.as_dict(),
         }
@@ -211,7 +212,7 @@ def show(results: dict[str, Any], progress: Progress) -> None:
                 "A: loss",
                 "B: loss",
                 "B - A",
-                f"by {'accuracy' if shares and results['n_way'] else 'loss'} A is",
+                f"by {' or '.join({cell['by'] for cell in results['compare']['cells']})} A is",
             ],
             rows,
         )

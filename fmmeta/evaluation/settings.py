@@ -353,7 +353,12 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                     " leave it out, or give --metrics exact_match or rouge_l",
                 ),
                 (
-                    not config.learner.has_head
+                    config.answers is not None and self.n_way == "all",
+                    f"n_way=all with answers={config.answers}: the answers of an episode are those of a few"
+                    " classes; give a number",
+                ),
+                (
+                    not (config.learner.has_head or config.answers)
                     and self.n_way not in ("5", "all" if not config.learner.ordered else "")
                     and "digits" not in self.dataset,
                     f"n_way={self.n_way} means nothing for task_type={config.task_type}; leave it out",

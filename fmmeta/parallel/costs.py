@@ -32,8 +32,7 @@ def rows_of(config: Config) -> tuple[int, int]:
     """Rows of the largest support set, and of a query set; of streams those of a step."""
     if config.learner.ordered:
         return 1, 1
-    classes = config.most_classes or 1
-    return config.most_support * classes, config.num_query * classes
+    return config.most_support * config.largest_way, config.num_query * config.largest_way
 
 
 def trained_rows(config: Config) -> tuple[int, ...]:

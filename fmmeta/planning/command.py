@@ -60,7 +60,7 @@ def best(layouts: Sequence[PlannedLayout]) -> dict[str, list[PlannedLayout]]:
 def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     plan, base, found = planner.plan, planner.base, best(layouts)
     (trained, *_), _ = planner.counts(0, 1, 1)
-    classes = base.most_classes or 1
+    classes = base.largest_way
     nodes = f" ({plan.gpus_per_node} a node)" if plan.gpus > plan.gpus_per_node else ""
     lines = [
         f"{plan.model_name_or_path}: {trained:,} parameters; {plan.gpus} GPUs of {plan.gpu_memory_gib:g} GiB"

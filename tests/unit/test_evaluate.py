@@ -24,7 +24,6 @@ import fmmeta
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.text import rouge_l
-from fmmeta.config.learners import CLASSIFICATION
 from fmmeta.config.settings import Config
 from fmmeta.evaluation import command
 from fmmeta.evaluation.command import episodes_of
@@ -610,7 +609,7 @@ def test_comparison_shows_both_models_and_the_verdict(accuracies, row, verdict, 
     settings = EvaluateConfig(model_name_or_path="mine", compare="theirs", method=["knn"], k_shot=[1])
     both = (scores_of(accuracies), scores_of([0.5, 0.6, 0.7, 0.6], 1.25))
     ours, theirs = ([EvalCell("knn", 1, "x", scores)] for scores in both)
-    results = results_of(settings, ours, CLASSIFICATION)
+    results = results_of(settings, ours, Config())
     results["compare"] = {"with": "theirs", "cells": differences(ours, theirs)}
     show(results, Progress(True))
     table = capsys.readouterr().out.split("mine (A) against theirs (B)")[1]

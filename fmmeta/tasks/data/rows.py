@@ -143,7 +143,7 @@ class Tabulator:
         with prefixed(f"{setting if name == setting else f'{setting}={name}'}:"):
             self.reader = self.kind.rows(config, tokenizer, self.names)
             if not one_task:
-                task = pick(config, self.names, "task_column", required=not config.learner.of_classes)
+                task = pick(config, self.names, "task_column", required=not config.draws_classes)
                 if self.stratum_of is None:
                     self.stratum = pick(config, self.names, "stratum_column", required=False)
         roles = {"target": self.reader.label, "task": task}

@@ -51,8 +51,8 @@ class EpisodeShape:
 
     @classmethod
     def of(cls, config: Config) -> "EpisodeShape":
-        n_way, most = (config.n_way, config.most_classes) if config.learner.of_classes else (1, 1)
-        names = int(config.label_names is not None)
+        most, names = config.largest_way, int(config.label_names is not None)
+        n_way = min(config.n_way, most)
         return cls(n_way, config.k_shot, config.num_query, most, config.most_shots, names=names)
 
     def draw_n_way(self, rng: np.random.Generator, available: int) -> int:
@@ -221,8 +221,11 @@ class ClassSource(TaskSource):
         tasks: Mapping[str, RowsByClass],
         strata: Mapping[str, str],
         shape: EpisodeShape,
+        answers: Callable[[Draw, np.random.Generator], Draw] | None = None,
     ) -> None:
+        """answers: gives each draw the answers of its classes (answers.py)."""
         self.store, self.tasks, self.strata, self.shape = store, tasks, strata, shape
+        self.answers = answers
         self.draws: list[tuple[RowsByClass, str | None]] = []  # classes of each item, and its anchor class
         self.row_tokens: list[float] = []  # mean of each item
         items, lengths = list[Item](), store.lengths()
@@ -249,7 +252,7 @@ class ClassSource(TaskSource):
         shape = self.shape
         if "" in self.tasks:
             shape = replace(shape, n_way=min(shape.n_way, len(names)))
-        return type(self)(self.store, those_named(self.tasks, names), self.strata, shape)
+        return type(self)(self.store, those_named(self.tasks, names), self.strata, shape, self.answers)
 
     def num_rows(self) -> int:
         return sum(len(rows) for classes in self.tasks.values() for rows in classes.values())
@@ -275,7 +278,8 @@ class ClassSource(TaskSource):
             query += [(row, label) for row in drawn[most:]]
         of_task = () if anchor is not None else (self.items.names[task.item],)
         keys = tuple((*of_task, name) for name in classes)
-        return Draw(task, support, query, tuple(classes), store=self.store, keys=keys)
+        draw = Draw(task, support, query, tuple(classes), store=self.store, keys=keys)
+        return self.answers(draw, rng) if self.answers else draw
 
 
 class PairSource(ClassSource):

@@ -52,6 +52,7 @@ from fmmeta.tasks.data.splits import (
 )
 from fmmeta.tasks.data.token_store import BYTES_PER_TOKEN, Contents, TokenStore, digest, files_digest, prepare
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
+from fmmeta.tasks.sources.answers import Answers
 from fmmeta.tasks.sources.base import (
     ClassKey,
     ClassSource,
@@ -88,6 +89,7 @@ def make_source(
     shape: EpisodeShape,
     split: str,
     notice: Notice,
+    tokenizer: Any,
     path: Path | None = None,
 ) -> TaskSource:
     """The source of some tasks, or of the one set of classes of a split. path: of the file of the only task.
@@ -113,13 +115,13 @@ def make_source(
             f"k_shot={config.k_shot}: no {'task' if store.named_tasks else 'class'} of the {split} split has"
             f" enough rows; lower k_shot, num_query={config.num_query} or n_way={config.n_way}"
         )
-    make = ClassSource if config.learner.of_classes else PairSource
-    return make(store, tasks, strata, shape)
+    make = ClassSource if config.draws_classes else PairSource
+    return make(store, tasks, strata, shape, Answers.of(config, tokenizer))
 
 
 def group_rows(store: TokenStore, config: Config) -> dict[str, RowsByClass]:
-    """Row numbers by task and class (of causal_lm one class, named ""), both in order of first appearance."""
-    keys = ["task", "target"] if config.learner.of_classes else ["task"]
+    """Row numbers by task and class (of pairs one class, named ""), both in order of first appearance."""
+    keys = ["task", "target"] if config.draws_classes else ["task"]
     rows = store.of_data.select(keys).append_column("row", [np.arange(len(store))])
     found = rows.group_by(keys, use_threads=False).aggregate([("row", "list")])
     groups = zip(found.select(keys).to_pylist(), found["row_list"], strict=True)
@@ -258,7 +260,9 @@ class FolderSource(TaskSource):
         )
         tasks = {file.name: group_rows(store, self.config)[""]}
         strata = {file.name: file.stratum}
-        return make_source(self.config, store, tasks, strata, self.shape, "", notice, file.path)
+        return make_source(
+            self.config, store, tasks, strata, self.shape, "", notice, self.tokenizer, file.path
+        )
 
 
 def glance(path: Path, max_length: int) -> tuple[int, float]:
@@ -527,6 +531,7 @@ def load_one(
             EpisodeShape.of(config),
             split,
             notice,
+            tokenizer,
         ),
         hashlib.sha256((store.fingerprint + json.dumps(splits, sort_keys=True)).encode()).hexdigest(),
         f"{counted(len(store), 'row')}, {counted(len(set(strata.values())), 'stratum', 'strata')};"

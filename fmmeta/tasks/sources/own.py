@@ -30,7 +30,7 @@ Rows = Sequence[Any]
 UNREAD = (  # settings that say how tasks are drawn from rows, which the function does
     *("dataset_config_name", "dataset_split", "dataset_revision", "stratum_column", "stratify_by"),
     *("task_column", "class_splits", "class_split", "task_splits", "k_shot", "k_shot_max", "num_query"),
-    *("label_names", "class_weights"),
+    *("label_names", "class_weights", "answers"),
 )
 
 
