@@ -11,6 +11,7 @@ processes may work on one study. Paths in the results lose what is one machine's
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -83,8 +84,27 @@ class Study:
     def results(self) -> dict[str, Any]:
         return read(self.file)
 
+    def chosen(self, cell: Cell) -> Cell:
+        """The cell with the settings that were best among those of another grid, if it says `chosen`.
+
+        chosen: `grid`; `same`, axes that the other cells share with this one; `value`, of which the lowest
+        mean wins; `with`, what is changed of the sections that the settings have.
+        """
+        if (rule := cell.settings.get("chosen")) is None:
+            return cell
+        wanted = {"grid": rule["grid"], **{axis: cell.axes[axis] for axis in rule["same"]}}
+        tried = [one for one in self.cells.values() if report.matches({"grid": one.grid, **one.axes}, wanted)]
+        results, settings = self.results(), cell.settings
+        if tried:
+            settings = min(
+                tried, key=lambda one: report.mean(report.units(results[one.name], rule["value"]))
+            ).settings
+        changes = {name: value for name, value in rule["with"].items() if name in settings}
+        return dataclasses.replace(cell, settings=merged(settings, changes))
+
     def measure(self, cell: Cell) -> dict[str, Any]:
         """The result of a cell; with `ranks`, of rank 0 of so many processes."""
+        cell = self.chosen(cell)
         function = pkgutil.resolve_name(cell.settings.get("measure", "experiments.run:evaluated"))
         if "ranks" not in cell.settings or "RANK" in os.environ:
             return function(self, cell)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.report import mean, units
-from experiments.run import Cell, Study, merged
+from experiments.run import Cell, Study
 from fmmeta import evaluate
 from fmmeta.config.learners import STREAM
 from fmmeta.learners.stream import StreamLearner
@@ -73,22 +72,16 @@ def documents(study: Study, cell: Cell) -> dict[str, Any]:
 
 
 def measure(study: Study, cell: Cell) -> dict[str, Any]:
-    """Bits per byte of each document, also by position. A test cell takes the settings of its row that have
-    the lowest mean on validation documents, with its seed.
-    """
-    results = study.results()
-    if not Path(study.folder, "documents").is_dir() and documents(study, cell) != results["documents"]:
+    """Bits per byte of each document, also by position."""
+    if (
+        not Path(study.folder, "documents").is_dir()
+        and documents(study, cell) != study.results()["documents"]
+    ):
         raise ValueError(f"{study.data}: the texts are others than those of the results")
     Cached.kept = Path(study.folder, "kept")
     Cached.kept.mkdir(exist_ok=True)
-    settings, row = cell.settings, {"grid": "choose", "row": cell.axes["row"]}
-    if cell.grid == "test":
-        tried = [one for one in study.cells.values() if {"grid": one.grid, "row": one.axes["row"]} == row]
-        if tried:
-            settings = min(tried, key=lambda one: mean(units(results[one.name], "bits_per_byte"))).settings
-        seed = {"train": {"seed": cell.axes["seed"]}} if "train" in settings else {}
-        settings = merged(settings, seed, {"evaluate": cell.settings["tested"]})
-    model, seconds = study.trained(replace(cell, settings=settings))
+    settings = cell.settings
+    model, seconds = study.trained(cell)
     began = time.process_time()
     (result,) = evaluate(model, **settings["evaluate"])["cells"]
     scores = [score["metrics"] for score in result["scores"]]
