@@ -387,11 +387,7 @@ def of_stream(c: Any) -> Conflicts:
     return [
         *excluded_by_kind(c, OF_STREAM),
         *(
-            (
-                excluded,
-                f"{name}={getattr(c, name)} with task_type={c.task_type}: a document has no classes; leave it"
-                " out",
-            )
+            (excluded, f"{name}={getattr(c, name)} means nothing for task_type={c.task_type}; leave it out")
             for name, excluded in {"n_way": c.n_way != 5, "head_init": c.head_init == "prototype"}.items()
         ),
         (

@@ -235,11 +235,10 @@ class TaskConfig(RowConfig):
 
     dataset: list[str] = setting(
         ["letters"],
-        "One or more of: letters, words, digits, ciphers, tables (built-in suites of texts, answers, images"
-        " and documents), a .jsonl/.json/.csv/.tsv/.parquet file (.gz too), a folder of such files, a folder"
-        " of folders of them (each file is a task, read when it is drawn; its folder is the stratum), a"
-        " folder of a folder of images per class, module:name of your Tasks, or a hub id. Each of several"
-        " data sets is a stratum",
+        "One or more, each a stratum: letters, words, digits, ciphers, tables (built-in suites), a"
+        " .jsonl/.json/.csv/.tsv/.parquet file (.gz too), a folder of such files, a folder of folders of them"
+        " (each file is a task, read when it is drawn; its folder is the stratum), a folder of a folder of"
+        " images per class, module:name of your Tasks, or a hub id",
         common=True,
     )
     dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
@@ -322,8 +321,7 @@ class TaskConfig(RowConfig):
     answers: str | None = setting(
         None,
         "causal_lm: tasks of --n_way classes, whose answers are the names of the classes, words of one token"
-        " that are drawn anew for each episode (symbols), or the names of other classes of the episode"
-        " (flipped)",
+        " that each episode draws (symbols), or the names of other classes of the episode (flipped)",
         ("names", "symbols", "flipped"),
         remembered=True,
         of="generates",

@@ -78,7 +78,7 @@ def test_an_episode_gives_each_of_its_classes_one_answer(settings, answers):
     assert texts == [row["output"] for row in support]
 
 
-def test_symbols_are_drawn_anew_and_depend_on_the_seed_alone(settings):
+def test_symbols_are_drawn_for_each_episode_by_its_seed_alone(settings):
     first, again, other = (drawn(settings, seed=seed)[1] for seed in (5, 5, 6))
     assert first == again
     assert {row["output"] for row in first} != {row["output"] for row in other}

@@ -21,7 +21,10 @@ from tests.support.messages import check_message, refusal
 NO_RANK = ("lora_r=0", "leave it out, or give --lora_r")
 FACTOR = ("PATTERN=FACTOR", "0 or more", "write, say, head=10 or '*embeddings*=0'")
 STREAM = {"task_type": "stream", "algorithm": "ttt", "dataset": ["ciphers"]}
-COMPANIONS = {  # settings without which a choice is refused
+COMPANIONS = {
+    **{
+        ("answers", choice): {"task_type": "causal_lm"} for choice in ("names", "symbols", "flipped")
+    },  # settings without which a choice is refused
     ("inner_optimizer", "adamw"): {"algorithm": "reptile"},
     ("algorithm", "in_context"): {"task_type": "causal_lm"},
     ("algorithm", "meta_icl"): {"task_type": "causal_lm"},

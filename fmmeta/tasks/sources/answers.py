@@ -2,7 +2,7 @@
 
     names      the name of the class
     flipped    the name of another class of the episode
-    symbols    a word of one token, drawn anew for each class of each episode
+    symbols    a word of one token, which each episode draws for each of its classes
 
 Names say what a class is, so that one model can learn to answer without examples. With the other two no model
 can: the support set alone has the answers, and those of one episode exclude those of another.
@@ -57,14 +57,14 @@ class AnsweredRows:
 
 
 @dataclass(frozen=True)
-class Answers:
+class ClassAnswers:
     """Gives the classes of a draw their answers. symbols: to draw from."""
 
     encoder: RowEncoder
     symbols: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: Config, tokenizer: Any) -> "Answers | None":
+    def of(cls, config: Config, tokenizer: Any) -> "ClassAnswers | None":
         """Those of --answers. Raises `UsageError` where there are fewer symbols than classes."""
         if config.answers is None:
             return None

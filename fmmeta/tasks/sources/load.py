@@ -52,7 +52,7 @@ from fmmeta.tasks.data.splits import (
 )
 from fmmeta.tasks.data.token_store import BYTES_PER_TOKEN, Contents, TokenStore, digest, files_digest, prepare
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
-from fmmeta.tasks.sources.answers import Answers
+from fmmeta.tasks.sources.answers import ClassAnswers
 from fmmeta.tasks.sources.base import (
     ClassKey,
     ClassSource,
@@ -116,7 +116,7 @@ def make_source(
             f" enough rows; lower k_shot, num_query={config.num_query} or n_way={config.n_way}"
         )
     make = ClassSource if config.draws_classes else PairSource
-    return make(store, tasks, strata, shape, Answers.of(config, tokenizer))
+    return make(store, tasks, strata, shape, ClassAnswers.of(config, tokenizer))
 
 
 def group_rows(store: TokenStore, config: Config) -> dict[str, RowsByClass]:
