@@ -11,8 +11,10 @@ from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.learners.load import describe, load_tokenizer
 from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.metrics.language import values_of
+from fmmeta.parallel.costs import rows_of
 from fmmeta.tasks.batching import IGNORE
 from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.sources.base import EpisodeShape
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message
@@ -177,3 +179,20 @@ def test_every_class_is_no_number_of_answers(settings):
     message = refusal(lambda: evaluation.check_run(evaluation.run_config()))
     check_message(message, "n_way=all with answers=names")
     assert replace(evaluation, n_way="3").run_config().largest_way == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, (3 * 2, 3 * 1)),
+        ({"answers": None}, (2, 1)),
+        ({"answers": None, "task_type": "classification"}, (3 * 2, 3 * 1)),
+        ({"answers": None, "task_type": "token_classification"}, (2, 1)),  # n_way tags, not classes
+    ],
+    ids=str,
+)
+def test_memory_and_time_are_estimated_for_the_rows_of_an_episode(settings, changes, rows):
+    config = Config(**{**settings, **changes})
+    assert rows_of(config) == rows
+    shape = EpisodeShape.of(config)
+    assert (shape.n_way * shape.k_shot, shape.n_way * shape.num_query) == rows
