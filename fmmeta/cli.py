@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn, cast
 
 import fmmeta
-from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
+from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError, usage_errors
 from fmmeta.common.install import warn_untested
 from fmmeta.common.processes import keep_output
 from fmmeta.common.progress import terminal_log
@@ -131,10 +131,18 @@ def main(argv: list[str] | None = None) -> NoReturn:
     keep_output("stderr")
     if not argv or argv[0] in ("-h", "--help"):
         listed = "\n".join(f"  {name:10} {one.text}" for name, one in COMMANDS.items())
-        end = "`fmmeta COMMAND --help` lists the flags, `fmmeta --version` the version."
+        end = (
+            "`fmmeta lm-eval` runs lm-evaluation-harness with the model `fmmeta`.\n"
+            "`fmmeta COMMAND --help` lists the flags, `fmmeta --version` the version."
+        )
         print_and_exit(f"usage: fmmeta COMMAND [--flags]\n\n{listed}\n\n{end}", 0 if argv else 2)
     if argv[0] == "--version":
         print_and_exit(f"fmmeta {fmmeta.__version__}")
+    if argv[0] == "lm-eval":
+        with exit_code():
+            with usage_errors("lm-eval needs lm_eval", "pip install 'fmmeta[lm-eval]'"):
+                launch = pkgutil.resolve_name("fmmeta.adaptation.lm_eval:launch")
+            launch(argv[1:])
     if argv[0] not in COMMANDS:
         known = f"{nearest(argv[0], list(COMMANDS))}; use {', '.join(COMMANDS)}"
         leave(f"error: command={argv[0]} is unknown{known}", UsageError.exit_code)

@@ -323,6 +323,7 @@ class TaskConfig(RowConfig):
         "causal_lm: tasks of --n_way classes, whose answers are the names of the classes, words of one token"
         " that each episode draws (symbols), or the names of other classes of the episode (flipped)",
         ("names", "symbols", "flipped"),
+        keyed=True,  # without a column of tasks
         remembered=True,
         of="generates",
     )
