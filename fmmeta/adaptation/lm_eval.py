@@ -101,7 +101,9 @@ class FewShotLM(HarnessModel):
         """The support set of a task. Raises `UsageError` where its examples are documents of the test."""
         task: Any = self.tasks.load([name])["tasks"][name]
         given, fewshot = f"tasks={name} with k_shot={self.k_shot}", task.fewshot_cfg
-        if fewshot.split in (None, task.config.test_split) and not fewshot.samples:
+        parts: Any = task.config  # the harness takes the first of these splits that there is
+        source = fewshot.split or parts.training_split or parts.validation_split or parts.test_split
+        if source == (parts.test_split or parts.validation_split) and not fewshot.samples:
             raise UsageError(f"{given}: its few-shot examples are test documents; name a fewshot_split in it")
         documents = [*task.fewshot_docs()]
         if len(documents) < self.k_shot:
@@ -109,7 +111,7 @@ class FewShotLM(HarnessModel):
         texts = []
         for one in random.Random(self.support_seed).sample(documents, self.k_shot):
             choices = task.doc_to_choice(one, fewshot.doc_to_choice) if fewshot.doc_to_choice else None
-            parts = {
+            turn_of = {
                 "q": task.doc_to_text(one, fewshot.doc_to_text),
                 "c": choices,
                 "gen_prefix": task.resolve_field(one, fewshot.gen_prefix),
@@ -118,7 +120,7 @@ class FewShotLM(HarnessModel):
             }
             answer = task.doc_to_target(one, fewshot.doc_to_target)
             asked, whole = (
-                "".join(turn.to_text() for turn in task.build_qa_turn(**parts, **more))
+                "".join(turn.to_text() for turn in task.build_qa_turn(**turn_of, **more))
                 for more in ({}, {"a": answer})
             )
             texts.append((asked, whole.removeprefix(asked)))

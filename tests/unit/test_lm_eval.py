@@ -39,6 +39,10 @@ TASKS = {
         "doc_to_target": "{{text}}",
         "metric_list": [{"metric": "bits_per_byte"}],
     },
+    "trained": {
+        **{key: value for key, value in CHOICE.items() if key != "fewshot_split"},
+        "training_split": "train",
+    },
     "no_examples": {key: value for key, value in CHOICE.items() if key != "fewshot_split"},
 }
 
@@ -122,6 +126,7 @@ def test_the_examples_of_a_task_are_learned_before_it_is_scored(folder, llama):
     numbers = [[float(likelihood) for likelihood, _ in row] for row in found["choice"]]
     for row, expected in zip(numbers, by_hand(llama, folder, 2, 0.5), strict=True):
         assert row == pytest.approx(expected, abs=2e-4)
+    assert model.examples("trained") == model.examples("choice")  # of the training split
     before = by_hand(llama, folder, 0, 0.5)
     assert (
         max(
