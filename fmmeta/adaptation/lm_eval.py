@@ -53,8 +53,9 @@ class FewShotLM(HarnessModel):
     """The model `fmmeta` of the harness. pretrained: a folder or hub id, also of adapters.
 
     k_shot, support_seed: of the support set of each task. include_path: where the harness finds the user's
-    tasks, as its own flag. device: is fmmeta's choice. options: settings of the inner loop (OF_LOOP; words of
-    a list are joined by +), or arguments of `hf` (OF_HARNESS). Raises `UsageError`.
+    tasks, as its own flag. device: is not read, since fmmeta chooses it and the harness always gives one.
+    options: settings of the inner loop (OF_LOOP; words of a list are joined by +), or arguments of `hf`
+    (OF_HARNESS). Raises `UsageError`.
     """
 
     include_path: str | None = None
@@ -93,8 +94,6 @@ class FewShotLM(HarnessModel):
         )
         self.learner = TaskLearner(settings, 0, Progress(enabled=False))
         model = self.learner.model
-        if device not in (None, model.worker.device.type, str(model.worker.device)):
-            raise UsageError(f"device={device}: the model fmmeta is on {model.worker.device}; leave it out")
         super().__init__(pretrained=model.worker.learner.hf, tokenizer=model.tokenizer, **options)
 
     def examples(self, name: str) -> list[Example]:
@@ -124,8 +123,8 @@ class FewShotLM(HarnessModel):
                 for more in ({}, {"a": answer})
             )
             texts.append((asked, whole.removeprefix(asked)))
-        encode: Any = self._encode_pair
-        return [labelled_row(*encode(asked, answer), self.max_length) for asked, answer in texts]
+        encoded = [self._encode_pair(asked, answer) for asked, answer in texts]
+        return [labelled_row(context, answer, self.max_length) for context, answer in encoded]
 
     def of_task(
         self,
