@@ -33,7 +33,8 @@ from fmmeta.common.progress import Progress
 from fmmeta.common.text import any_of, counted, nearest
 from fmmeta.config.learners import CAUSAL_LM
 from fmmeta.evaluation.settings import OF_ADAPT, AdaptConfig, has_inner_loop
-from fmmeta.tasks.batching import IGNORE, Example
+from fmmeta.tasks.batching import Example
+from fmmeta.tasks.data.encode import labelled
 from fmmeta.tasks.data.rows import Table
 
 OF_MODEL, LISTS = ("bf16", "attn_implementation"), ("lora_target_modules", "inner_parameters")
@@ -118,13 +119,15 @@ class FewShotLM(HarnessModel):
                 "few_delim": fewshot.fewshot_delimiter,
             }
             answer = task.doc_to_target(one, fewshot.doc_to_target)
-            asked, whole = (
+            asked, answered = (
                 "".join(turn.to_text() for turn in task.build_qa_turn(**turn_of, **more))
                 for more in ({}, {"a": answer})
             )
-            texts.append((asked, whole.removeprefix(asked)))
-        encoded = [self._encode_pair(asked, answer) for asked, answer in texts]
-        return [labelled_row(context, answer, self.max_length) for context, answer in encoded]
+            texts.append((asked, answered.removeprefix(asked)))
+        rows = [self._encode_pair(asked, answer) for asked, answer in texts]
+        whole = [labelled([*context, *answer], len(context)) for context, answer in rows]
+        most = self.max_length
+        return [Example(one.input_ids[-most:], one.token_labels[-most:]) for one in whole]
 
     def of_task(
         self,
@@ -161,12 +164,6 @@ class FewShotLM(HarnessModel):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         return self.by_task(super().generate_until, requests, disable_tqdm)
-
-
-def labelled_row(context: Sequence[int], answer: Sequence[int], most: int) -> Example:
-    """The last `most` tokens, with a loss on those of the answer."""
-    labels = [IGNORE] * len(context) + [*answer]
-    return Example([*context, *answer][-most:], labels[-most:])
 
 
 def launch(words: Sequence[str]) -> None:

@@ -96,8 +96,9 @@ def words_of_one_token(config: Config, tokenizer: Any) -> tuple[str, ...]:
     """The words of lower-case ASCII letters that are one token of an answer, in alphabetical order."""
     prompt = make_prompt(config.prompt_template, tokenizer)
     texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
-    words = sorted({text for text in map(str.strip, texts) if text.isascii() and text.isalpha()})
-    words = [word for word in words if word.islower()]
+    words = sorted(
+        {one for one in map(str.strip, texts) if one.isascii() and one.isalpha() and one.islower()}
+    )
     answers = [prompt.answer(word) for word in words]
     tokens = tokenizer(answers, add_special_tokens=False, **IDS_ALONE)["input_ids"] if words else []
     least = min(map(len, tokens), default=0)
