@@ -10,6 +10,7 @@ import pytest
 
 from harness import fork_server
 
+BEFORE = pytest.StashKey[dict[str, str]]()
 FOLDER = pytest.StashKey[Path]()  # of the session; its processes inherit the variables that name it
 MANY_FILES = 20  # with so many the servers are needed: they import while the first tests run
 
@@ -25,6 +26,7 @@ def pytest_configure(config):
         config.stash[FOLDER] = fork_server.begin_session()
         os.environ["HF_DATASETS_CACHE"] = str(config.stash[FOLDER] / "datasets")
     fork_server.SESSION_ENVIRONMENT.update(fork_server.environment())
+    config.stash[BEFORE] = dict(os.environ)
 
 
 def pytest_unconfigure(config):
@@ -47,10 +49,18 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
+    back_to(session.config.stash[BEFORE])  # a library that sets a variable when it is imported: lm_eval
     gc.collect()
     gc.freeze()  # what was imported is not searched in every test
     if len({item.path for item in session.items}) >= MANY_FILES:
         fork_server.shared()
+
+
+def back_to(before: dict[str, str]) -> None:
+    """Make the environment what it was."""
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +68,4 @@ def same_environment():
     """Commands that run in the process of a test set variables, RANK among them."""
     before = dict(os.environ)
     yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
+    back_to(before)

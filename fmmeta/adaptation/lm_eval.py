@@ -19,6 +19,7 @@ inner_steps=0 all numbers are those of `hf`.
 import random
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +33,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.text import any_of, counted, nearest
 from fmmeta.config.learners import CAUSAL_LM
-from fmmeta.evaluation.settings import OF_ADAPT, AdaptConfig, has_inner_loop
+from fmmeta.evaluation.settings import IN_CONTEXT, OF_ADAPT, AdaptConfig, has_inner_loop
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import labelled
 from fmmeta.tasks.data.rows import Table
@@ -48,6 +49,12 @@ OF_HARNESS = (
 
 
 HarnessModel: Any = HFLM
+
+
+@cache
+def known_tasks(include_path: str | None) -> TaskManager:
+    """The tasks of the harness and the user's; to list them takes seconds."""
+    return TaskManager(include_path=include_path)
 
 
 class FewShotLM(HarnessModel):
@@ -80,12 +87,12 @@ class FewShotLM(HarnessModel):
                 f"{nearest(name, (*OF_LOOP, *OF_HARNESS), '; leave it out')}"
             )
         self.k_shot, self.support_seed = k_shot, support_seed
-        self.tasks = TaskManager(include_path=include_path or self.include_path)
+        self.tasks = known_tasks(include_path or self.include_path)
         given = {name: options.pop(name) for name in OF_LOOP if name in options}
         given |= {name: given[name].split("+") for name in LISTS if isinstance(given.get(name), str)}
         self.learns = has_inner_loop(method) and given.get("inner_steps") != 0
         if not self.learns:
-            method, given = "in_context", {name: given[name] for name in OF_MODEL if name in given}
+            method, given = IN_CONTEXT, {name: given[name] for name in OF_MODEL if name in given}
         settings = AdaptConfig(
             model_name_or_path=pretrained,
             task_type=CAUSAL_LM.name,

@@ -55,6 +55,7 @@ METHODS = (
     "zero_shot",
 )
 OF_ADAPT = ("finetune", "in_context", "finetune+in_context")
+_, IN_CONTEXT, _ = OF_ADAPT
 OF_TUNE = ("finetune", "finetune+in_context")
 OF_LANGUAGE_MODELS = (*OF_ADAPT, "zero_shot")
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # that tune tries with sgd; a hundredth with adamw

@@ -96,6 +96,11 @@ def test_failures_are_shown():
         assert ProcessResults([0, 0], ["a", text]).others == others
 
 
+def test_imports_of_test_files_leave_no_variable():
+    """lm_eval sets one when it is imported, and all ranks would be interpreters of their own."""
+    assert imported(environment()) == imported(shared().env)
+
+
 def test_environment_read_by_imports_starts_an_interpreter():
     """Variables that are read while libraries are imported need a new interpreter."""
     code = f"import sys; print({PRELOADED[0]!r} in sys.modules)"

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fmmeta.adaptation.lm_eval import FewShotLM
+from fmmeta.adaptation.lm_eval import FewShotLM, known_tasks
 from tests.support.helpers import refusal, write_rows
 from tests.support.launch import python
 from tests.support.messages import check_message
@@ -47,10 +46,10 @@ TASKS = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     """A folder of tasks, whose rows ask for the first of two words."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    parent = tmp_path_factory.mktemp("lm_eval")
     rng, files = random.Random(0), {}
     for split, count in (("train", 12), ("test", 6)):
         rows = []
@@ -60,20 +59,19 @@ def folder(tmp_path, monkeypatch):
             choices, text = sorted([first, other]), f"{first} {other} {first}"
             of_task = {"label": choices.index(first), "choices": choices, "answer": first, "text": text}
             rows.append({"question": question, **of_task})
-        files[split] = str(write_rows(tmp_path / f"{split}.jsonl", rows))
+        files[split] = str(write_rows(parent / f"{split}.jsonl", rows))
     shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": files}, "test_split": "test"}
-    (tmp_path / "tasks").mkdir()
+    (parent / "tasks").mkdir()
     for name, task in TASKS.items():  # JSON is YAML
-        (tmp_path / "tasks" / f"{name}.yaml").write_text(json.dumps({"task": name, **shared, **task}))
-    return tmp_path / "tasks"
+        (parent / "tasks" / f"{name}.yaml").write_text(json.dumps({"task": name, **shared, **task}))
+    return parent / "tasks"
 
 
 def scored(folder, model, tasks, shots=0, **options):
     """Results and responses of each task, in fp32 on the CPU, two rows at a time."""
     given = {"device": "cpu", "batch_size": 2, "bootstrap_iters": 0, "num_fewshot": shots}
-    manager = TaskManager(include_path=str(folder))
     run: Any = simple_evaluate
-    found = run(model=model, tasks=[*tasks], task_manager=manager, **given, **options)
+    found = run(model=model, tasks=[*tasks], task_manager=known_tasks(str(folder)), **given, **options)
     responses = {
         name: [one["filtered_resps"] for one in sorted(rows, key=lambda one: one["doc_id"])]
         for name, rows in found["samples"].items()
