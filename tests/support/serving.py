@@ -1,4 +1,4 @@
-"""What programs that serve adapters ask of a folder, restated from their sources, for folders that fmmeta wrote.
+"""What programs that serve adapters ask of a folder that fmmeta wrote, restated from their sources.
 
 vllm_problems     vLLM 0.33.0, lora/peft_helper.py, lora/lora_model.py, lora/utils.py, lora/model_manager.py
 resolved          vLLM 0.33.0, plugins/lora_resolvers/filesystem_resolver.py

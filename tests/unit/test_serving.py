@@ -1,4 +1,4 @@
-"""Folders of adapters are those that peft, vLLM, SGLang and llama.cpp read; how-to/serve.md says which are not."""
+"""peft, vLLM, SGLang and llama.cpp read folders of adapters, but for those that how-to/serve.md names."""
 
 import json
 import os
@@ -131,8 +131,8 @@ def test_the_rules_refuse_what_vllm_refuses(change, problem, llama, tmp_path):
     ],
 )
 def test_logits_through_peft_are_bit_equal(base, auto, settings, bases, tmp_path):
-    """Adapters beside the weights as `fmmeta train` continues with them, merged as `fmmeta predict` uses them,
-    and merged/ through transformers alone.
+    """Adapters beside the weights as in `fmmeta train`, merged as in `fmmeta predict`, and merged/ through
+    transformers alone.
     """
     folder = made(bases[base], "adapt", tmp_path / "out", lora_merge=True, **settings)
     labels = {} if settings == LANGUAGE else {"num_labels": 2, "ignore_mismatched_sizes": True}
