@@ -1,9 +1,11 @@
 """The folder of an adapted model: weights, fmmeta.json, model card, answers; whether it is complete."""
 
+import filecmp
 import json
 import math
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from fmmeta.tasks.data.token_store import digest
 from fmmeta.training.run_files import LOCK
 
 PARTIAL = ".partial"  # ending of folders that are being written
+SHARED_BYTES = 2**16  # equal files of many tasks are one file on the disk from this size: the tokenizer
 NOT_IDENTIFYING = {
     "support",
     "query",
@@ -130,6 +133,8 @@ def write_task(adapted: AdaptedModel, learner: TaskLearner, learned: Encoded) ->
     try:
         write_folder(adapted, temporary, learner, learned)
         store_base_path(temporary, folder)
+        if learner.written is not None:
+            share_files(temporary, learner.written)
         for path in temporary.rglob("*"):
             sync(path)
         finished = [temporary]
@@ -139,8 +144,21 @@ def write_task(adapted: AdaptedModel, learner: TaskLearner, learned: Encoded) ->
             finished = sorted(temporary.iterdir(), key=lambda path: path.name.endswith("config.json"))
         for path in finished:
             publish(path, output / path.name)
+        learner.written = folder
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def share_files(folder: Path, other: Path) -> None:
+    """Replace large files of `folder` that are equal in `other`, such as the tokenizer, by hard links to
+    those. Where the file system has no links they stay.
+    """
+    for path in [one for one in folder.rglob("*") if one.is_file() and one.stat().st_size >= SHARED_BYTES]:
+        same, link = other / path.relative_to(folder), path.with_name(f".{path.name}")
+        with suppress(OSError):
+            if filecmp.cmp(same, path, shallow=False):
+                os.link(same, link)
+                link.replace(path)
 
 
 def store_base_path(temporary: Path, folder: Path) -> None:

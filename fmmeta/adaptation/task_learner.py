@@ -209,6 +209,7 @@ class TaskLearner:
         setup = rules.setup(longest, model.worker, model.head_names, config.most_classes, settings.bf16)
         self.inner = with_stored_rates(settings, longest, setup.inner, model.worker)
         self.theta = model.worker.read()
+        self.written: Path | None = None  # the folder of the last task that was written
         self.loop: MultiTaskInnerLoop | None = None
         in_turn = config.compile or config.support_batch_size or config.learner.ordered
         if config.lora_r and not (in_turn or self.inner.changes_head_only):

@@ -249,9 +249,9 @@ def write_adapters(
         merge(hf, folder, config)
         save_model(folders[1], hf, description)
     for each in folders:
-        write_metadata(each, skeleton, config, description, tokenizer, rates, trained)
         if skeleton.own_head and config.head_init == "learned":
             save_tensors({name: weights[name] for name in skeleton.head_names}, each / HEAD_FILE)
+        write_metadata(each, skeleton, config, description, tokenizer, rates, trained)
 
 
 def write_model(
@@ -381,7 +381,8 @@ def write_metadata(
     trained: Sequence[UsedSplits],
 ) -> None:
     """Write the files beside the weights: tokenizer or image processor, pooling, fmmeta.json, and files of
-    the checkpoint.
+    the checkpoint. Users who can read fmmeta.json can then read the weights: safetensors 0.8 gives them to
+    their owner alone, and a server often runs as another user.
     """
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -416,6 +417,8 @@ def write_metadata(
     if trained:
         stored["datasets"] = list({json.dumps(one.as_dict()): one.as_dict() for one in trained}.values())
     write_json(folder / SETTINGS_FILE, stored)
+    for file in folder.rglob("*.safetensors"):
+        file.chmod((folder / SETTINGS_FILE).stat().st_mode)
 
 
 def carry_files(folder: Path, config: Config, description: Description, tokenizer: Any) -> None:
@@ -432,7 +435,7 @@ def carry_files(folder: Path, config: Config, description: Description, tokenize
     if prompts.pop("default_prompt_name", None):
         write_json(folder / SENTENCE_PROMPTS, prompts, indent=2)
     added = read_json(str(folder), ADDED_TOKENS, dict) or {}
-    if not description.images and not added.items() <= tokenizer.get_vocab().items():
+    if added and not description.images and not added.items() <= tokenizer.get_vocab().items():
         (folder / ADDED_TOKENS).unlink()  # of another tokenizer than the one that was given in Python
     if config.learner.writes:
         stored = generation_settings(config, description.hf_config)

@@ -251,6 +251,24 @@ def test_the_example_of_callbacks_stops_early(tmp_path, capsys):
     assert json.loads((tmp_path / "run.json").read_text())["finished"]
 
 
+def test_the_example_of_hydra_sweeps(tmp_path):
+    """A run for each value; `Config` chooses what is left open, and refuses what is wrong in a line."""
+    pytest.importorskip("hydra", reason="hydra-core is not installed")
+    listed = {**QUICK, "meta_batch_size": 2, "outer_steps": 2, "save_steps": 0, "label_column": "label"}
+    given = [f"{name}={value}" for name, value in listed.items()]
+    given += [f"dataset=[{EXAMPLES}/data/intents.jsonl]", "hydra.sweep.dir=sweep"]
+    words = [str(EXAMPLES / "hydra_train.py"), "--multirun", "inner_lr=0.05,0.1", *given]
+    ended = python(words, tmp_path, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    stored = [json.loads((tmp_path / f"sweep/{number}/run/run.json").read_text()) for number in (0, 1)]
+    assert [one["settings"]["inner_lr"] for one in stored] == [0.05, 0.1]
+    assert all(one["finished"] and one["settings"]["lora_r"] == 0 for one in stored)
+    assert all((tmp_path / f"sweep/{number}/run/model/config.json").is_file() for number in (0, 1))
+    ended = python([words[0], *given, "inner_lr=-1", "hydra.run.dir=bad"], tmp_path, cwd=tmp_path)
+    assert ended.returncode == 2
+    check_message(ended.stderr.splitlines()[-1], "inner_lr=-1")
+
+
 @pytest.mark.slow
 def test_the_example_of_own_data(tmp_path):
     run_ranks([str(EXAMPLES / "custom_data.py")], 1, cwd=tmp_path, fresh=True).ok()
