@@ -97,7 +97,7 @@ def test_failures_are_shown():
 
 
 def test_imports_of_test_files_leave_no_variable():
-    """lm_eval sets one when it is imported, and all ranks would be interpreters of their own."""
+    """lm_eval sets one when it is imported, and all ranks would be fresh interpreters."""
     assert imported(environment()) == imported(shared().env)
 
 
