@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.support.fake_runs import metrics, write_run
 from tests.support.messages import check_message, exit_code, refusal
 from tests.support.short_runs import QUICK, metrics_of, tensorboard_of, until
 
+FOMAML: Any = find("fomaml")
 SHORT = {**QUICK, "meta_batch_size": 2, "outer_steps": 6, "test_episodes": 0, "save_steps": 2}
 NUMBERS = ("tasks_per_second", "tokens_per_second", "useful_share", "goodput_percent", "seconds_left")
 
@@ -99,16 +101,16 @@ class Pause(Callback):
     def on_step_end(self, run, outcome):
         time.sleep(self.seconds)
         if run.state.outer_step == self.fails_after:
-            raise OSError("the disk is gone")
+            raise OSError("the disk has failed")
 
 
 def waits(task):
     time.sleep(WAIT_S)
-    return find("fomaml").rule(task)
+    return FOMAML.rule(task)
 
 
 WAIT_S = 0.1
-WAITS = replace(find("fomaml"), name="waits", rule=waits)
+WAITS = replace(FOMAML, name="waits", rule=waits)
 
 
 def run_of(folder, callback, **settings):
@@ -139,7 +141,7 @@ def test_a_resumed_run_counts_each_task_once_and_the_time_since_its_start(tmp_pa
     """The run fails after outer step 1, without a checkpoint, or 5, with one of step 4, and then waits."""
     monkeypatch.setattr(PassClock, "of_a_task", lambda self: 1.0)
     began = time.time()
-    check_message(refusal(run_of, tmp_path, Pause(fails_after=at)), "callbacks=Pause", "the disk is gone")
+    check_message(refusal(run_of, tmp_path, Pause(fails_after=at)), "callbacks=Pause", "the disk has failed")
     started = json.loads((tmp_path / "run.json").read_text())["started"]
     time.sleep(1)
     run = run_of(tmp_path, Pause())
@@ -161,11 +163,11 @@ def test_a_run_that_begins_from_a_checkpoint_of_another_counts_its_own_time(tmp_
 
 def diverges(task):
     """The second task of every outer step is not finite."""
-    result = find("fomaml").rule(task)
+    result = FOMAML.rule(task)
     return result if task.drawn.seed[-1] == 0 else replace(result, finite=False)
 
 
-DIVERGES = replace(find("fomaml"), name="diverges", rule=diverges)
+DIVERGES = replace(FOMAML, name="diverges", rule=diverges)
 
 
 def test_a_task_that_is_not_finite_is_not_useful(tmp_path, monkeypatch):
