@@ -114,9 +114,9 @@ COMMANDS = {
         "fmmeta.doctor:print_environment",
     ),
     "report": Command(
-        "write report.html of a run again, also during the run",
-        "fmmeta.report.page:ReportConfig",
-        "fmmeta.report.page:run",
+        "write report.html of a run again, also during the run (--watch)",
+        "fmmeta.report.command:ReportConfig",
+        "fmmeta.report.command:run",
     ),
 }
 

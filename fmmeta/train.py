@@ -27,6 +27,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.watchdog import watching
+from fmmeta.report.goodput import began_at
 from fmmeta.tasks.data.rows import IN_MEMORY, rows_in_memory
 from fmmeta.tasks.loader import check_sent
 from fmmeta.tasks.sources.own import Tasks
@@ -115,6 +116,7 @@ class MetaTrainer:
     def _open(self, launch: Launch, closing: ExitStack) -> tuple[Run | None, Result | None]:
         """The run, or the result of one that is finished. Collective: world."""
         config, progress = self.config, Progress(enabled=launch.global_rank == 0)
+        began = began_at(self.signals is not None and self.signals.owns_process)
         warn_untested(launch.global_rank)
         small = config.builtin_model and self.model is None
         world, notice = World(launch, pick_device(launch, small)), progress.notice
@@ -159,6 +161,7 @@ class MetaTrainer:
             ranks = world.split(plan.group_size, plan.engine == "deepspeed")
             config = tune_before_training(config, inputs, plan, world, ranks, progress, signals)
         start = open_run(config, inputs.settings(config), world.comm)
+        start = replace(start, started=min(began, start.started))
         if start.lock is not None:
             closing.callback(start.lock.close)
         for text in start.warnings:

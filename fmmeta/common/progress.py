@@ -83,6 +83,7 @@ class Progress:
     """Logs and shows if `enabled`: on rank 0. quiet: messages are logged, but no bars or tables are shown.
 
     On a terminal and in a notebook progress is a bar of tqdm; elsewhere a line is printed every few seconds.
+    left_s: seconds left of what `line` was called for last, None if unknown; also where nothing is shown.
     """
 
     def __init__(self, enabled: bool, every_s: float = 5.0, quiet: bool = False) -> None:
@@ -91,6 +92,7 @@ class Progress:
         self.has_bars = self.shows and ((sys.stdout.isatty() and has_size) or in_notebook())
         self.every_s = 0.2 if self.has_bars else every_s
         self.printed_at = float("-inf")
+        self.left_s: float | None = None
         self.marks: dict[str, list[tuple[int, float]]] = {}  # steps done, and when
         self.bars: dict[str, Any] = {}  # open bars of tqdm, the outermost first
 
@@ -105,10 +107,10 @@ class Progress:
 
         first: done before this process began. stride: the most that one step adds to `done`.
         """
+        now = time.monotonic()
+        self.left_s = left = self._seconds_left(what, done, total, now, first, stride)
         if not self.shows or (done == 0 and not self.has_bars):
             return
-        now = time.monotonic()
-        left = self._seconds_left(what, done, total, now, first, stride)
         text += f"{'  ' if text else ''}{clock(left)} left" if left is not None else ""
         if first + 1 < done < total and now - self.printed_at < self.every_s:
             return

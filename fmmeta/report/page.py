@@ -13,10 +13,9 @@ from statistics import fmean
 from typing import Any
 
 from fmmeta.common.errors import UsageError, usage_errors
-from fmmeta.common.progress import Warn
+from fmmeta.common.progress import Warn, clock
 from fmmeta.common.security import publish_text, redact
 from fmmeta.common.text import render, units_of
-from fmmeta.config.settings import setting
 
 BEFORE, FROM_START, AFTER = (  # rows of the table on held-out tasks
     "before adaptation, meta-trained",
@@ -37,6 +36,7 @@ COLUMNS = {
     "noise_scale": "noise scale",
     "skipped_tasks": "left out",
 }
+RATES = {"tasks_per_second": "tasks/s", "tokens_per_second": "tokens/s"}
 LEFT, RIGHT, TOP, BOTTOM = 42.0, 338.0, 8.0, 172.0  # edges of a plot, in a view box of 360 x 200
 MOST_POINTS = 60  # of a line; the points of a longer one are means over equally many steps
 
@@ -118,47 +118,28 @@ def points(lines: Sequence[Line], key: str, factor: float = 1.0) -> list[tuple[i
     return [(line["step"], factor * line[key]) for line in lines if number(line.get(key)) is not None]
 
 
-@dataclass
-class ReportConfig:
-    """The settings of `fmmeta report`."""
-
-    output_dir: str = setting(None, "Folder of the run")
-
-    def __post_init__(self) -> None:
-        if self.output_dir is None:
-            raise UsageError("output_dir is not given; name the folder of a run")
-
-
-def run(config: ReportConfig) -> None:
-    """`fmmeta report`: write the report of a run. Raises `UsageError`."""
-    with usage_errors(
-        f"output_dir={config.output_dir}: {NAME} cannot be written from run.json and metrics.jsonl",
-        "restore them, or copy the run to a folder that you can write to",
-    ):
-        print(f"fmmeta: report {write(Path(config.output_dir))}", flush=True)
-
-
-def write(folder: Path) -> Path:
+def write(folder: Path, refresh_s: float = 0.0) -> Path:
     """Write report.html of a run, from run.json and metrics.jsonl.
 
-    Raises `UsageError` where the folder holds no run.
+    refresh_s: a browser loads it again so often, 0 for never; nor where the run is finished. Raises
+    `UsageError` where the folder holds no run.
     """
     file = folder / NAME
-    publish_text(file, page(read(folder), time.strftime("%Y-%m-%d %H:%M %Z")))
+    publish_text(file, page(read(folder), time.strftime("%Y-%m-%d %H:%M %Z"), refresh_s))
     return file
 
 
-def write_or_log(folder: Path, notice: Callable[[str], None]) -> None:
+def write_or_log(folder: Path, notice: Callable[[str], None], refresh_s: float = 0.0) -> None:
     """Write the report; an error is logged and does not end the run."""
     try:
-        write(folder)
+        write(folder, refresh_s)
     except Exception as error:
         why = f"({type(error).__name__}: {error}); the run is not affected"
         notice(Warn(f"{folder / NAME} could not be written {why}"))
 
 
-def page(facts: Facts, written: str) -> str:
-    """The report as text. written: the time to show."""
+def page(facts: Facts, written: str, refresh_s: float = 0.0) -> str:
+    """The report as text. written: the time to show; refresh_s: see `write`."""
     steps, valid, last, settings = facts.steps, facts.valid, facts.outer_step, facts.settings
     calm = [line for line in steps if "loss_spike" not in line]  # a spike would flatten the rest
     warm = steps[1:] or steps  # the first step warms up
@@ -229,12 +210,39 @@ def page(facts: Facts, written: str) -> str:
         },
         command=redact(f"fmmeta report --output_dir {facts.folder}"),
         written=written,
+        refresh_s=0 if facts.run.get("finished") else math.ceil(refresh_s),
+        pace=pace(facts),
         number=number,
         redact=redact,
         BEFORE=BEFORE,
         FROM_START=FROM_START,
         AFTER=AFTER,
     )
+
+
+def rate(value: float) -> str:
+    """Three digits, or all before the point.
+
+    >>> rate(4.256), rate(1234.5)
+    ('4.26', '1,234')
+    """
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def pace(facts: Facts) -> str:
+    """Goodput of a run, and where it is not finished its throughput and the time left, in words."""
+    stored, last = facts.run.get("goodput") or {}, facts.steps[-1] if facts.steps else {}
+    goodput, left = (
+        number(stored.get("percent", last.get("goodput_percent"))),
+        number(last.get("seconds_left")),
+    )
+    texts = [] if goodput is None else [f"Goodput {goodput:.1f} %: passes whose result is in theta"]
+    if texts and not facts.run.get("finished"):
+        texts += [
+            f"{rate(last[key])} {unit}" for key, unit in RATES.items() if number(last.get(key)) is not None
+        ]
+        texts += [] if left is None else [f"{clock(left)} left"]
+    return "; ".join(texts) + "." * bool(texts)
 
 
 def seconds_by_group(steps: Sequence[Line]) -> list[tuple[float, float, float]]:

@@ -269,6 +269,7 @@ class StaleSchedule(DynamicSchedule):
         run.worker.write(self.theta_begun.theta)
         setup = replace(run.parts.setup, inner=run.parts.setup.inner.variant(self.theta_begun.rates))
         self.is_running = True
+        self.clock.begin(1)
         return TaskRun(
             setup,
             run.worker,
@@ -295,6 +296,7 @@ class StaleSchedule(DynamicSchedule):
 
     def end_task(self, task: TaskRun, error: BaseException | None) -> bool:
         self.is_running = False
+        self.clock.of_a_task()  # what follows may wait
         if error is not None:
             return isinstance(error, StepsEnded)
         assert task.drawn is not None
@@ -364,7 +366,7 @@ class StaleSchedule(DynamicSchedule):
         abandon: a group has received a stop signal. A task that runs continues afterwards from the weights
         that the worker holds now. Collective: world.
         """
-        phi = self.run.worker.read() if self.is_running else None
+        began, phi = time.monotonic(), self.run.worker.read() if self.is_running else None
         self.metrics.data_seconds = self.feed.loader.wait_s - self.loaded_s
         self.left_tasks = abandon
         self.outcome = self.reduce()
@@ -374,6 +376,7 @@ class StaleSchedule(DynamicSchedule):
         if phi is not None:
             self.run.worker.write(phi)
         super().begin_step()
+        self.clock.leave_out(time.monotonic() - began)
 
     def end_step(self, outcome: Outcome, metrics: StepMetrics, update: OuterStep) -> Outcome:
         self.in_sum = []

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from fmmeta.training.state import TrainingState
 
 
+REFRESH_S = 60.0  # a browser shows the page of the end, or what `fmmeta report --watch` has written
+
+
 @dataclass(eq=False)
 class RunView:
     """What a callback sees of a run.
@@ -164,11 +167,14 @@ class ReportPage(Callback):
     """Writes report.html when training begins and however the run ends."""
 
     def on_train_begin(self, run: "RunView") -> None:
-        self.close(run)
+        self._write(run, REFRESH_S)
 
     def close(self, run: "RunView") -> None:
+        self._write(run)
+
+    def _write(self, run: "RunView", refresh_s: float = 0.0) -> None:
         if run.ranks.first and run.writes:
-            page.write_or_log(run.folder, run.progress.notice)
+            page.write_or_log(run.folder, run.progress.notice, refresh_s)
 
 
 class NonfiniteLimit(Callback):

@@ -177,6 +177,7 @@ def _finish(run: Run, choose_interpolation: Callable[[Run], float]) -> None:
                 outer_steps=state.outer_step,
                 init_interpolation=alpha,
                 held_out={**facts, "verdict": verdict},
+                goodput=run.state.goodput.facts(run.ranks.all_groups.size),
                 **profile,
             )
             run.held_out.scoring.clear()

@@ -121,7 +121,7 @@ class Run:
         self.config, self.inputs, self.ranks, self.parts = config, inputs, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
         self.worker = parts.worker
-        self.state = TrainingState(config, inputs, ranks, parts, start.folder, progress.notice)
+        self.state = TrainingState(config, inputs, ranks, parts, start.folder, progress.notice, start.started)
         self.view = callbacks.RunView(
             config, start.folder, ranks, self.worker, self.state, progress, writes=writes
         )
@@ -309,5 +309,6 @@ class Run:
             begun_from=self.start.begun_from or None,
             of_classes=self.config.learner.of_classes,
             shape=self.inputs.shape(self.config),
+            started=self.state.goodput.started,
             **facts,
         )

@@ -35,6 +35,7 @@ from fmmeta.config.resume import HIDDEN_ON_RESUME, changed_settings
 from fmmeta.config.settings import Config
 from fmmeta.meta.outer_step import Outcome
 from fmmeta.parallel.process_groups import Communicator
+from fmmeta.report.command import LOCK
 from fmmeta.report.page import parse_line, read_run
 from fmmeta.training.callbacks import Callback, RunView
 
@@ -42,7 +43,6 @@ PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "acceler
 
 WRITTEN_BY = "# Written by fmmeta"  # first line of config.yaml
 PER_LAUNCH = HIDDEN_ON_RESUME | {"lighthouse", "group_name"}  # settings that config.yaml leaves out
-LOCK = ".lock"
 MOST_LISTED = 100  # times that the checkpoints of a run are listed while others write them
 
 
@@ -109,7 +109,8 @@ class RunStart:
     """Where a run begins. finished: nothing is left to do.
 
     warnings: for the user; explicit: the user named the checkpoint; begun_from: path and outer step of the
-    checkpoint that the user named at this start or an earlier one; lock: held by rank 0 while the run lasts.
+    checkpoint that the user named at this start or an earlier one; lock: held by rank 0 while the run lasts;
+    started: when the run began, in seconds since 1970, by an earlier process if there was one.
     """
 
     folder: Path
@@ -119,6 +120,7 @@ class RunStart:
     explicit: bool = False
     begun_from: dict[str, Any] = field(default_factory=dict)
     lock: "FolderLock | None" = None
+    started: float = field(default_factory=time.time)
 
 
 def open_run(config: Config, settings: dict[str, Any], comm: Communicator) -> RunStart:
@@ -159,9 +161,10 @@ def _of_rank0(start: RunStart, comm: Communicator) -> RunStart:
         start.warnings,
         start.explicit,
         start.begun_from,
+        start.started,
     ]
-    folder, newest, *others = json.loads(comm.broadcast_bytes(json.dumps(values).encode()))
-    return RunStart(Path(folder), Path(newest) if newest else None, *others)
+    folder, newest, *others, started = json.loads(comm.broadcast_bytes(json.dumps(values).encode()))
+    return RunStart(Path(folder), Path(newest) if newest else None, *others, started=started)
 
 
 def _verify(start: RunStart, chosen: Path, config: Config, comm: Communicator) -> RunStart:
@@ -441,7 +444,8 @@ def find_start(config: Config, settings: dict[str, Any], folder: Path) -> RunSta
     accepted = any(text.startswith("accepted") for text in warnings)
     finished = before.get("finished", False) and (explicit is None or begun) and not accepted
     found = explicit or next(reversed(checkpoint.list_complete(folder)), None)
-    return RunStart(folder, found, finished, warnings, explicit is not None, begun_from)
+    started = float(before.get("started") or time.time())
+    return RunStart(folder, found, finished, warnings, explicit is not None, begun_from, started=started)
 
 
 def accept_changes(before: dict[str, Any], config: Config, settings: dict[str, Any], where: str) -> list[str]:
@@ -486,14 +490,17 @@ class RunLogger(Callback):
         config, values = run.config, run.metrics
         values["seconds"] = time.monotonic() - run.began  # with what callbacks before this one took
         step, skipped = values["step"], values["skipped_tasks"]
+        text = f"loss {values['query_loss']:.4f}"
+        text += f"  accuracy {100 * values['accuracy']:.1f} %" if "accuracy" in values else ""
+        text += f"  skipped {skipped}" if skipped else ""
+        text += f"  {values['tasks_per_second']:.3g} tasks/s  goodput {values['goodput_percent']:.0f} %"
+        run.progress.line("outer step", step, config.outer_steps, text, self.first)
+        if run.progress.left_s is not None:
+            values["seconds_left"] = round(run.progress.left_s, 3)
         due = step in (1, config.outer_steps) or step % config.logging_steps == 0
         if due or skipped or "loss_spike" in values or values.get("retries"):
             self.line = values
             self._log(values)
-        text = f"loss {values['query_loss']:.4f}"
-        text += f"  accuracy {100 * values['accuracy']:.1f} %" if "accuracy" in values else ""
-        text += f"  skipped {skipped}" if skipped else ""
-        run.progress.line("outer step", step, config.outer_steps, text, self.first)
         if not self.warned and (warning := find(config.algorithm).warning(config, values)):
             self.warned = True
             run.progress.notice(Warn(warning))

@@ -35,6 +35,7 @@ from fmmeta.meta.outer_step import Outcome, OuterStep
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.meta.task import TaskRun
 from fmmeta.reliability.checks import check_replicas
+from fmmeta.report.goodput import PassClock
 from fmmeta.training.claims import ClaimedEpisodes, TaskClaims
 from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
 from fmmeta.training.run import Run
@@ -71,6 +72,7 @@ class OpenStep:
         for some in self.schedule.passes(self.number, tasks_per_pass(run.config)):
             if checks:
                 run.check_inner_loop(some[0].episode)
+                self.schedule.clock.begin(len(some))
             checks = False
             yield some
 
@@ -114,6 +116,7 @@ class StaticSchedule:
     def __init__(self, run: Run) -> None:
         self.run, self.is_open, self.left_tasks = run, False, False
         self.begun = list[TaskRun]()  # tasks that were given and may not have ended
+        self.clock = PassClock()  # of these
 
     def steps(self) -> Generator[OpenStep]:
         """The outer steps that are left. Each needs `update` before the next one.
@@ -191,6 +194,7 @@ class StaticSchedule:
                 replace(run.task_run(episode, into), drawn=task, on_end=self.end_task)
                 for task, episode in some
             ]
+            self.clock.begin(len(some))
             yield self.begun
             self.settle()
             run.stage.begin_phase("waiting for its tasks")
@@ -220,7 +224,8 @@ class StaticSchedule:
             square = local_square(run.worker, task.into.sum)
         if task.into is not run.state.updates.meta and result.finite:
             run.state.updates.meta.merge(task.into)
-        metrics.add(result, task.episode.tokens if run.worker.counts_rows else 0, square)
+        tokens = task.episode.tokens if run.worker.counts_rows else 0
+        metrics.add(result, tokens, square, self.clock.of_a_task())
 
     def settle(self) -> None:
         """End the tasks that a loop has not run."""
@@ -303,6 +308,13 @@ class StaticSchedule:
             "grad_norm": update.grad_norm,
             "lr": update.lr,
             "comm_bytes": cross.bytes_sent,
+            **state.goodput.count(
+                metrics.useful_seconds if outcome is Outcome.APPLIED else 0.0,
+                run.ranks.all_groups.size,
+                metrics.tasks - metrics.values["skipped_tasks"],
+                metrics.values["tokens"],
+                time.monotonic() - metrics.began,
+            ),
             **self.numbers(),
             **(state.updates.noise_scale.values if config.gradient_noise_scale else {}),
         }

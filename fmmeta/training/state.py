@@ -4,6 +4,7 @@
     outer step, tasks seen, steps that failed      what was counted
     whether a callback has ended the run           no outer step follows, unless outer_steps is changed
     the best validated weights, recent losses      what later decisions need
+    seconds that were useful, and all              goodput (report/goodput.py)
     tasks that groups run (--max_staleness)        what a resumed run begins again
 
 What is validated and exported may be an interpolation (--init_interpolation alpha): (1 - alpha) theta_0 +
@@ -27,6 +28,7 @@ from fmmeta.meta.outer_step import Outcome, OuterOptimizer, OuterUpdate
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.checks import Spikes
+from fmmeta.report.goodput import Goodput
 from fmmeta.training import build
 
 
@@ -41,7 +43,9 @@ class TrainingState:
         parts: build.Runtime,
         folder: Path,
         log: Callable[[str], None],
+        started: float,
     ) -> None:
+        """started: when the run began, in seconds since 1970."""
         self.config, self.inputs, self.ranks, self.folder = config, inputs, ranks, folder
         self.meta_params, self.param_map = parts.meta_params, parts.worker.params
         # for the table at the end and for interpolations; in host memory
@@ -50,7 +54,9 @@ class TrainingState:
         self.outer = OuterOptimizer(self.meta_params, parts.worker, config)
         self.updates = OuterUpdate(self.outer, ranks.cross, config)
         self.best = Best(self.meta_params) if config.load_best_model_at_end else None
-        self.stateful = [self.meta_params, self.outer, self.updates, *([self.best] if self.best else [])]
+        self.goodput = Goodput(started)
+        best = [self.best] if self.best else []
+        self.stateful = [self.meta_params, self.outer, self.updates, self.goodput, *best]
         self.spikes = Spikes()
         self.outer_step, self.bad_steps, self.tasks = 0, 0, {"seen": 0, "bad": 0}
         self.queue: dict[str, Any] | None = None  # with --max_staleness: what groups run meanwhile
@@ -60,7 +66,7 @@ class TrainingState:
 
     def load(self, found: Path) -> None:
         """Load everything from a complete checkpoint, of this layout or another. Local."""
-        facts = checkpoint.read_state(found)
+        facts, started = checkpoint.read_state(found), self.goodput.started
         self.load_state_dict(
             StateDict(
                 checkpoint.load(found, facts["vectors"], self.param_map, self.meta_params.theta),
@@ -70,6 +76,8 @@ class TrainingState:
         )
         if found.parent.resolve() == self.folder.resolve():
             self.saver.last = self.folder / found.name
+        else:
+            self.goodput.restart(started)
 
     def state_dict(self) -> StateDict:
         """All of it, uncopied. Local."""

@@ -28,7 +28,7 @@ class StepMetrics:
         self.counts, self.waited = dict.fromkeys(counts, 0.0), 0.0
         self.replicated, self.squares = replicated, TaskSquares(0.0, 0.0, 0.0)
         self.began = time.monotonic()
-        self.weight = self.weight_squared = self.data_seconds = 0.0
+        self.weight = self.weight_squared = self.data_seconds = self.useful_seconds = 0.0
         self.square = 0.0  # this rank's part of the sum of w |g|^2 (meta/noise_scale.py)
         self.skipped = self.tokens = self.tasks = self.failures = 0
         self.is_partial = False
@@ -37,15 +37,16 @@ class StepMetrics:
         self.values: dict[str, Any] = {}
         self.tasks_by_group: list[int] = []  # with or without an episode
 
-    def add(self, task: TaskResult, tokens: int, square: float = 0.0) -> None:
+    def add(self, task: TaskResult, tokens: int, square: float = 0.0, seconds: float = 0.0) -> None:
         """Count a task. square: this rank's part of |w g|^2, w its weight and g its meta-gradient, if
-        measured.
+        measured. seconds: of its passes.
         """
         self.tokens += tokens
         self.tasks += 1
         if not task.finite:
             self.skipped += 1
             return
+        self.useful_seconds += seconds
         self.weight += task.weight
         self.weight_squared += task.weight**2
         self.square += square / task.weight if task.weight else 0.0
@@ -89,6 +90,7 @@ class StepMetrics:
             **{name: value if counts_group else 0.0 for name, value in of_group.items()},
             "tokens": self.tokens,
             "data_seconds": self.data_seconds,
+            "useful_seconds": self.useful_seconds,
             "failures": self.failures,
             "square": 0.0 if self.replicated and not counts_group else self.square,
         }
@@ -111,6 +113,7 @@ class StepMetrics:
         weight = total["weight"]
         self.squares = TaskSquares(weight, total["weight_squared"], total["square"])
         self.tasks, self.failures = int(total["tasks"]), int(total["failures"])
+        self.useful_seconds = total["useful_seconds"]
         self.is_partial = total["is_partial"] > 0
         self.counts = {name: total[name] for name in self.counts}
         self.values = {
