@@ -95,7 +95,7 @@ def sklearn_row(model: str, head: Callable) -> Callable[[dict[str, Texts]], list
 def setfit_row(model: str) -> Callable[[dict[str, Texts]], list[int]]:
     """SetFit: one epoch of the pairs of its paper, 20 per text and sign; the rest are its defaults."""
     from datasets import Dataset
-    from setfit import SetFitModel, Trainer, TrainingArguments
+    from setfit import SetFitModel, Trainer, TrainingArguments  # type: ignore[import-not-found]
 
     def answer(task: dict[str, Texts]) -> list[int]:
         rows = Dataset.from_list([{"text": text, "label": label} for label, text in task["support"]])
@@ -115,7 +115,7 @@ def triplets_row(model: str) -> Callable[[dict[str, Texts]], list[int]]:
         SentenceTransformerTrainer,
         SentenceTransformerTrainingArguments,
     )
-    from sentence_transformers.losses import BatchAllTripletLoss
+    from sentence_transformers.losses import BatchAllTripletLoss  # type: ignore[import-not-found]
 
     def answer(task: dict[str, Texts]) -> list[int]:
         rows = Dataset.from_list([{"text": text, "label": label} for label, text in task["support"]])
@@ -149,7 +149,7 @@ class Accuracy:
 def fastfit_row(model: str) -> Callable[[dict[str, Texts]], list[int]]:
     """FastFit with the settings of its README; the names of classes say nothing, as for the other rows."""
     from datasets import Dataset
-    from fastfit import FastFitTrainer, train
+    from fastfit import FastFitTrainer, train  # type: ignore[import-not-found]
 
     train.load_metric = lambda *names, **options: Accuracy()  # it would fetch a script that counts matches
 
