@@ -68,6 +68,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # children neither search nor copy what was imported
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a session under nohup ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # one in the background of a shell does
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets copies that have ended
     while owner not in (ready := select.select([listener, owner], [], [])[0]):
         if ready:

@@ -4,11 +4,13 @@ import gc
 import os
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from harness import fork_server
+from harness.fork_server import without_ranks
 
 BEFORE = pytest.StashKey[dict[str, str]]()
 FOLDER = pytest.StashKey[Path]()  # of the session; its processes inherit the variables that name it
@@ -56,7 +58,7 @@ def pytest_collection_finish(session):
         fork_server.shared()
 
 
-def back_to(before: dict[str, str]) -> None:
+def back_to(before: Mapping[str, str]) -> None:
     """Make the environment what it was."""
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
@@ -65,7 +67,10 @@ def back_to(before: dict[str, str]) -> None:
 
 @pytest.fixture(autouse=True)
 def same_environment():
-    """Commands that run in the process of a test set variables, RANK among them."""
+    """Commands that run in the process of a test set variables, RANK among them; so do fixtures of a file,
+    which are made before this one.
+    """
+    back_to(without_ranks(os.environ))
     before = dict(os.environ)
     yield
     back_to(before)

