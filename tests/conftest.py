@@ -4,11 +4,13 @@ import gc
 import os
 import random
 import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from fmmeta.reliability.signals import STOPPING
 from harness import fork_server
 from harness.fork_server import without_ranks
 
@@ -67,10 +69,12 @@ def back_to(before: Mapping[str, str]) -> None:
 
 @pytest.fixture(autouse=True)
 def same_environment():
-    """Commands that run in the process of a test set variables, RANK among them; so do fixtures of a file,
-    which are made before this one.
+    """Commands that run in the process of a test take the signals and set variables, RANK among them; so do
+    fixtures of a file, which are made before this one.
     """
     back_to(without_ranks(os.environ))
-    before = dict(os.environ)
+    before, handlers = dict(os.environ), {number: signal.getsignal(number) for number in STOPPING}
     yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     back_to(before)

@@ -1,31 +1,16 @@
-"""Every unit test leaves the environment as it found it, hypothesis draws the same examples every time, and
-models are shared.
-"""
+"""Hypothesis draws the same examples every time, and models are shared."""
 
 import os
-import signal
 
 import pytest
 from hypothesis import settings
 
 from fmmeta.common.progress import terminal_log
-from fmmeta.reliability.signals import STOPPING
 from tests.support.models import save_bert, save_llama, write_classes
 
 for name, examples in {"fast": 200, "thorough": 2000}.items():
     settings.register_profile(name, deadline=None, derandomize=True, max_examples=examples, database=None)
 settings.load_profile(os.environ.get("FMMETA_HYPOTHESIS", "fast"))
-
-
-@pytest.fixture(autouse=True)
-def same_environment():
-    """`World` writes launcher variables into the environment, the command line takes the signals."""
-    before, handlers = dict(os.environ), {number: signal.getsignal(number) for number in STOPPING}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture
