@@ -23,13 +23,18 @@ Texts = dict[str, list[str]]  # by class
 Rows = list[tuple[int, str]]  # class and text of a task
 
 
-def texts_of(data: str, name: str, part: str) -> Texts:
-    """The texts of each class of a part of a data set, in the order of its file."""
-    file, found = Path(data, name, f"{part}.jsonl"), defaultdict[str, list[str]](list)
+def read_rows(data: str, name: str, part: str) -> list[dict[str, str]]:
+    """The rows of a part of a data set."""
+    file = Path(data, name, f"{part}.jsonl")
     packed = file.with_suffix(".jsonl.gz")
     text = gzip.decompress(packed.read_bytes()) if packed.is_file() else file.read_bytes()
-    for line in text.decode().splitlines():
-        row = json.loads(line)
+    return [json.loads(line) for line in text.decode().splitlines()]
+
+
+def texts_of(data: str, name: str, part: str) -> Texts:
+    """The texts of each class of a part of a data set, in the order of its file."""
+    found = defaultdict[str, list[str]](list)
+    for row in read_rows(data, name, part):
         found[row["label"]].append(row["text"])
     return found
 
