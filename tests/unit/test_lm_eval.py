@@ -134,7 +134,9 @@ def test_the_examples_of_a_task_are_learned_before_it_is_scored(folder, llama):
         )
         > 0.1
     )
-    assert scored(folder, model, ["choice"])[1] == found  # the weights of the model were restored
+    assert scored(folder, model, ["choice"])[1] == found
+    untrained = FewShotLM(str(llama), "in_context", include_path=str(folder), batch_size=2)
+    assert scored(folder, model, ["perplexity"]) == scored(folder, untrained, ["perplexity"])  # restored
 
 
 def test_adapters_learn_each_example_behind_the_others(folder, llama):
