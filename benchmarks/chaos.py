@@ -5,7 +5,7 @@
 
 `elastic`: three groups of one process, which claim their tasks. `restarted`: two groups of one process in one
 launch, with assigned tasks. A launch whose rank has failed is started again, with the same command, as
-launchers do; Python and its imports start anew. The faults, each kind once before any comes again:
+launchers do; Python and its imports start again. The faults, each kind once before any comes again:
 
     kill     SIGKILL to a random rank
     stop     SIGSTOP to a random rank for --hold seconds, then SIGCONT

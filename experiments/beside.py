@@ -1,6 +1,6 @@
 """beside.yaml: fmmeta's encoders and other libraries on the same texts.
 
-As a script it needs no package of this repository, so that a library may have an interpreter of its own:
+As a script it needs no package of this repository, so that a library may have a separate interpreter:
 `python beside.py ROW FILE MODEL` reads tasks, {support, query: [[class, text], ...]}, and prints accuracy and
 CPU seconds of each.
 """

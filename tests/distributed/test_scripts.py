@@ -253,7 +253,6 @@ def test_the_example_of_callbacks_stops_early(tmp_path, capsys):
 
 def test_the_example_of_hydra_sweeps(tmp_path):
     """A run for each value; `Config` chooses what is left open, and refuses what is wrong in a line."""
-    pytest.importorskip("hydra", reason="hydra-core is not installed")
     listed = {**QUICK, "meta_batch_size": 2, "outer_steps": 2, "save_steps": 0, "label_column": "label"}
     given = [f"{name}={value}" for name, value in listed.items()]
     given += [f"dataset=[{EXAMPLES}/data/intents.jsonl]", "hydra.sweep.dir=sweep"]
