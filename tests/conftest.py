@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -70,7 +71,8 @@ def back_to(before: Mapping[str, str]) -> None:
 @pytest.fixture(autouse=True)
 def same_environment():
     """Commands that run in the process of a test take the signals and set variables, RANK among them; so do
-    fixtures of a file, which are made before this one.
+    fixtures of a file, which are made before this one. Libraries keep a state of the process: lm_eval starts
+    accelerate's.
     """
     back_to(without_ranks(os.environ))
     before, handlers = dict(os.environ), {number: signal.getsignal(number) for number in STOPPING}
@@ -78,3 +80,5 @@ def same_environment():
     for number, handler in handlers.items():
         signal.signal(number, handler)
     back_to(before)
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
