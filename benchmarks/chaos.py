@@ -69,7 +69,7 @@ SETTINGS: dict[str, Any] = {
     "eval_episodes": 0,
     "test_episodes": 0,
     "logging_steps": 1,
-    "save_steps": 3,
+    "save_steps": 8,
     "step_timeout": 20.0,
 }
 

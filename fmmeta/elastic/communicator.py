@@ -1,6 +1,7 @@
 """Communicator across groups that join and leave: collectives among the groups of the next outer step.
 
     form            request the live groups from the lighthouse (lighthouse.py) and connect to them
+    meet            before each collective: gloo cannot be interrupted, and would wait for a stopped member
     a collective    fails on all ranks of a group if it fails on one (`PeerLost`);
                     the group then abandons the step and forms again
     leave           tell the lighthouse that this group has finished
@@ -55,6 +56,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
+from threading import Event
 from typing import Any
 
 import torch
@@ -67,6 +69,7 @@ from fmmeta.elastic.lighthouse import (
     coordination,
     in_thread,
     reachable_as,
+    silent_groups,
 )
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.network import is_proof, proof
@@ -88,8 +91,7 @@ class GroupInfo:
 
     @property
     def label(self) -> str:
-        """The name that the user gave."""
-        return self.name.rpartition(":")[0]
+        return label(self.name)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,13 @@ CONNECT_S = 10.0  # timeout of members that connect to each other; gloo tries up
 REACH_S = 5.0  # timeout of the test whether a member's process is alive
 REFUSE_S = 1.0  # timeout of the test whether its port refuses connections
 RENEW_S = 60.0  # between two broadcasts to the other ranks of a group while its request is pending
+SILENT_S = 2.0  # at most, between two looks whether the members live, while some have not arrived
 MAX_LOST = 16  # lost groups that are reported again for every step
+
+
+def label(name: str) -> str:
+    """The name of a group that the user gave."""
+    return name.rpartition(":")[0]
 
 
 def refuses(address: str) -> bool:
@@ -162,7 +170,10 @@ class ElasticCommunicator(Communicator):
         self.client: LighthouseClient | None = None
         self.store_address, self.store = "", None  # where the other groups connect; on rank 0
         self.host_address = ""  # the same of the first member
-        self.others: list[tuple[str, str]] = []  # label and store address of the other members
+        self.others: list[tuple[str, str]] = []  # name and store address of the other members
+        self.lighthouse = lighthouse
+        self.met: Any = None  # the store of the present members
+        self.meetings = 0  # how often they have met there
         with own.raise_on_all("looking for the lighthouse"):
             self.host = reachable_as(lighthouse)
             if own.rank == 0:
@@ -205,9 +216,9 @@ class ElasticCommunicator(Communicator):
             or any(member.connection != self.connection for member in members)
         )
         if restarted:
-            self.connection, self.backend = "", None
+            self.disconnect()
             self.rank, self.size, self.host_address = here, len(members), members[0].store_address
-            self.others = [(one.label, one.store_address) for one in members if one.name != self.name]
+            self.others = [(one.name, one.store_address) for one in members if one.name != self.name]
             with self._raise_peer_lost("meeting the other groups"):
                 self._connect(f"{quorum}/{self.own.rank}")
             self.connection = quorum
@@ -302,12 +313,12 @@ class ElasticCommunicator(Communicator):
         """Connect to the members. Raises `RuntimeError` if one fails; at once if its process has ended."""
         if self.size == 1:
             return
-        for label, address in self.others:
+        for other, address in self.others:
             host, _, port = address.rpartition(":")
             try:
                 socket.create_connection((host, int(port)), REACH_S).close()
             except OSError:
-                raise RuntimeError(f"group {label} has ended") from None
+                raise RuntimeError(f"group {label(other)} has ended") from None
         timeout = timedelta(seconds=CONNECT_S)
         met = self._unless_lost(lambda: connect_to_store(self.host_address, f"{name}/met", timeout))
         try:
@@ -319,7 +330,7 @@ class ElasticCommunicator(Communicator):
             raise
         met.add("connected", 1)
         self._unless_lost(lambda: self._wait_for_all(met))
-        self.backend = backend
+        self.backend, self.met, self.meetings = backend, met, 0
 
     def _wait_for_all(self, met: Any) -> None:
         """Wait until all members are connected. Raises `RuntimeError` if one of them is not.
@@ -341,10 +352,47 @@ class ElasticCommunicator(Communicator):
         """
         result = in_thread(work)
         while not wait([result], WAIT_S).done:
-            for label, address in self.others:
+            for other, address in self.others:
                 if refuses(address):
-                    raise RuntimeError(f"group {label} has ended")
+                    raise RuntimeError(f"group {label(other)} has ended")
         return result.result()
+
+    def _meet(self) -> None:
+        """Wait for the other members at a key of their store. Raises `RuntimeError` if one of them has ended,
+        is silent (stopped, cut off, on a machine that is down), or has given up; then all give up.
+        """
+        self.meetings += 1
+        met, size, here, given_up = self.met, self.size, f"meeting/{self.meetings}", Event()
+
+        def arrive() -> bool:
+            """Whether all are here: the first of the last to arrive and of those that give up decides."""
+            began = time.monotonic()
+            if refuses(self.host_address):  # torch logs a stack if it finds that out by itself
+                return False
+            if met.add(here, 1) == size:
+                met.delete_key(f"meeting/{self.meetings - 1}")  # all have left it
+                met.delete_key(f"meeting/{self.meetings - 1}/all")
+                return bool(met.compare_set(f"{here}/all", "", "here") == b"here")
+            while not met.check([f"{here}/all"]):
+                if given_up.is_set():
+                    return bool(met.compare_set(f"{here}/all", "", "left") == b"here")
+                time.sleep(min(WAIT_S, 0.001 + (time.monotonic() - began) / 50))
+                if refuses(self.host_address):
+                    return False
+            return bool(met.get(f"{here}/all") == b"here")
+
+        result, why, wait_s = in_thread(arrive), "another group has ended or given up", WAIT_S
+        while not wait([result], wait_s).done:
+            if given_up.is_set():  # and the store has not answered: its group is stopped, say
+                raise RuntimeError(why)
+            wait_s = min(2 * wait_s, SILENT_S)
+            silent = silent_groups(self.lighthouse)
+            lost = [label(name) for name, address in self.others if name in silent or refuses(address)]
+            if lost:
+                why = f"group {', '.join(lost)} has ended, or is stopped or cut off"
+                given_up.set()
+        if not result.result():
+            raise RuntimeError(why)
 
     def counters(self) -> Any:
         """A store that all members share, on the first rank of a group; it ends with the first member.
@@ -359,8 +407,11 @@ class ElasticCommunicator(Communicator):
         return store
 
     def disconnect(self) -> None:
-        """Close the connection, so that the other groups notice it at once. Local."""
-        self.connection, self.backend = "", None
+        """Close the connection, so that the other groups notice it at once, also when they meet. Local."""
+        if self.met is not None:
+            met, host, here = self.met, self.host_address, f"meeting/{self.meetings + 1}"
+            in_thread(lambda: refuses(host) or met.compare_set(f"{here}/all", "", "left"))
+        self.connection, self.backend, self.met = "", None, None
 
     @contextmanager
     def _raise_peer_lost(self, doing: str) -> Iterator[None]:
@@ -381,6 +432,7 @@ class ElasticCommunicator(Communicator):
         """As the base, but complete on return. Raises `PeerLost`. Collective: this communicator, own."""
         if self.size > 1:
             with self._raise_peer_lost("a sum"):
+                self._meet()
                 super().begin_sum_(tensor, comm_dtype).wait_all()
         return Reduction([slice(0, tensor.numel())])
 
@@ -388,6 +440,7 @@ class ElasticCommunicator(Communicator):
         """As the base. Raises `PeerLost`. Collective: this communicator, own."""
         if self.size > 1:
             with self._raise_peer_lost("a broadcast"):
+                self._meet()
                 super().broadcast_(tensor, root)
         return tensor
 

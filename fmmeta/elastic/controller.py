@@ -70,7 +70,7 @@ def transfer_state(
     state = run.state.state_dict() if sends else StateDict()
     header: dict[str, Any] = {
         "facts": state.facts,
-        "line": run.logger.line,
+        "lines": list(run.logger.lines),
         "vectors": list(state.vectors),
         "tables": list(state.tables),
     }
@@ -88,7 +88,8 @@ def transfer_state(
         before = run.state.outer_step
         run.state.load_state_dict(StateDict(state.vectors, state.tables, header["facts"]))
         run.worker.write(meta_params.theta)
-        run.logger.line = header["line"]
+        run.logger.lines.clear()
+        run.logger.lines.extend(header["lines"])
         log(
             f"state received from group {membership.members[donor].label}: outer step {before} ->"
             f" {run.state.outer_step}"
@@ -252,7 +253,7 @@ class ElasticSchedule(StaticSchedule):
             step = run.state.outer_step
             self.cross.attempt, self.cross.computed_by = (step, self.cross.connection), donor.computed_by
             if run.view.writes:
-                run.logger.write_pending_line(run.view)
+                run.logger.write_pending_lines(run.view)
         self.cross.fresh, self.quorum_step = False, step
         self.cross.bytes_sent = 0  # bytes of a lost attempt and of the transfer do not count
         if members.restarted or self.retries:
@@ -381,4 +382,4 @@ class ElasticSchedule(StaticSchedule):
             run.begin_writing()
         run.view.writes = self.cross.writes = True
         self.log(f"this group writes the files of the run, from outer step {run.state.outer_step + 1} on")
-        run.logger.write_pending_line(run.view)
+        run.logger.write_pending_lines(run.view)

@@ -69,6 +69,19 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
     return result
 
 
+def status_page(address: str) -> str:
+    """What the lighthouse shows in a browser; empty if it does not answer."""
+    direct, status = build_opener(ProxyHandler({})), f"http://{urlsplit(address).netloc}/status"
+    with suppress(OSError, HTTPException), direct.open(status, timeout=STATUS_S) as page:
+        return page.read().decode(errors="replace")
+    return ""
+
+
+def silent_groups(address: str) -> set[str]:
+    """Names of groups of which the lighthouse has had no heartbeat for its timeout."""
+    return set(re.findall(r'class="heartbeat\s+old\s*">\s*(\S+): seen', status_page(address)))
+
+
 class LighthouseClient:
     """One per group. Raises `MachineFault` if the lighthouse does not answer for `LIGHTHOUSE_S`.
 
@@ -89,10 +102,8 @@ class LighthouseClient:
         """
         if self.min_groups is not None:
             return
-        direct, status = build_opener(ProxyHandler({})), f"http://{urlsplit(self.address).netloc}/status"
-        with suppress(OSError, HTTPException), direct.open(status, timeout=STATUS_S) as page:
-            found = re.search(rb"need min_replicas (\d+)", page.read())
-            self.min_groups = int(found[1]) if found else None
+        found = re.search(r"need min_replicas (\d+)", status_page(self.address))
+        self.min_groups = int(found[1]) if found else None
 
     def start_heartbeats(self, store_address: str, size: int) -> None:
         """Send heartbeats in threads; from now on the other groups wait for this one."""

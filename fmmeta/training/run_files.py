@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "acceler
 
 WRITTEN_BY = "# Written by fmmeta"  # first line of config.yaml
 PER_LAUNCH = HIDDEN_ON_RESUME | {"lighthouse", "group_name"}  # settings that config.yaml leaves out
+KEPT_LINES = 1000  # of metrics.jsonl, for a writer that comes later, and until a full disk takes them
 MOST_LISTED = 100  # times that the checkpoints of a run are listed while others write them
 
 
@@ -476,7 +478,7 @@ class RunLogger(Callback):
         self.on_log_line = on_log
         self.metrics: Metrics | None = None
         self.first, self.warned = 0, False
-        self.line: dict[str, Any] | None = None  # the last of metrics.jsonl
+        self.lines = deque[dict[str, Any]](maxlen=KEPT_LINES)  # the last of metrics.jsonl
 
     def open(self, run: RunView) -> None:
         """Continue metrics.jsonl; lines after the state's outer step are dropped. Local."""
@@ -499,7 +501,6 @@ class RunLogger(Callback):
             values["seconds_left"] = round(run.progress.left_s, 3)
         due = step in (1, config.outer_steps) or step % config.logging_steps == 0
         if due or skipped or "loss_spike" in values or values.get("retries"):
-            self.line = values
             self._log(values)
         if not self.warned and (warning := find(config.algorithm).warning(config, values)):
             self.warned = True
@@ -513,13 +514,19 @@ class RunLogger(Callback):
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> None:
         self._log({"step": run.state.outer_step, **metrics})
 
-    def write_pending_line(self, run: RunView) -> None:
-        """Append the last line if the previous writer group died before writing it. Collective: world."""
+    def write_pending_lines(self, run: RunView) -> None:
+        """Append the lines that the previous writer group has not written: it has died, or was stopped.
+        Collective: world.
+        """
         last = int(run.ranks.world.broadcast_(torch.tensor(self.metrics.last if self.metrics else 0), 0))
-        if self.line is not None and last < self.line["step"] <= run.state.outer_step:
-            self._log(self.line)
+        for line in [line for line in self.lines if last < line["step"] <= run.state.outer_step]:
+            self._write(line)
 
     def _log(self, values: dict[str, Any]) -> None:
+        self.lines.append(values)
+        self._write(values)
+
+    def _write(self, values: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(values)
         self.on_log_line(values)
@@ -533,7 +540,8 @@ class Metrics:
 
     def __init__(self, folder: Path, outer_step: int, writes: bool) -> None:
         self.file = folder / "metrics.jsonl"
-        self.writes, self.failed, self.last = writes, False, 0
+        self.writes, self.last = writes, 0
+        self.waiting = deque[str](maxlen=KEPT_LINES)  # lines that could not be written
         if writes and self.file.is_file():
             kept = [
                 (text, line)
@@ -544,21 +552,24 @@ class Metrics:
             self.last = max((line["step"] for _, line in kept), default=0)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append a line; while the disk is full lines are lost, and the run continues."""
+        """Append a line. While the disk is full the run continues; the last KEPT_LINES are written later."""
         self.last = max(self.last, values["step"])
         if not self.writes:
             return
+        size, failed = self.file.stat().st_size if self.file.is_file() else 0, bool(self.waiting)
+        self.waiting.append(redact(to_json(values)) + "\n")
         try:
             with self.file.open("a", encoding="utf-8") as file:
-                # a lost line may be written in part
-                file.write("\n" * self.failed + redact(to_json(values)) + "\n")
-            self.failed = False
+                file.writelines(self.waiting)
+            self.waiting.clear()
         except OSError as error:
-            if not self.failed:
+            with suppress(OSError):
+                os.truncate(self.file, size)  # what was written in part
+            if not failed:
                 LOGGER.warning(
-                    "%s cannot be written (%s); its lines are lost until it can",
+                    "%s cannot be written (%s); its next %d lines are kept until it can",
                     self.file,
                     error.strerror,
+                    KEPT_LINES,
                     extra=STDERR,
                 )
-            self.failed = True

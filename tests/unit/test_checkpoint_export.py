@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import resource
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -19,11 +20,13 @@ from fmmeta import checkpoint
 from fmmeta.checkpoint import hf_export as export_module
 from fmmeta.config.settings import Config
 from fmmeta.learners.load import describe
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import Fragment, ParamMap
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import PlainWorker
+from fmmeta.training import run_files
 from fmmeta.training.build import settings_of
-from fmmeta.training.run_files import Metrics, lock_folder, write_run
+from fmmeta.training.run_files import Metrics, RunLogger, lock_folder, write_run
 from tests.support.checkpoints import (
     CUT,
     SHAPES,
@@ -381,3 +384,39 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(lines)
     Metrics(tmp_path, 2, writes=True).write({"step": 3, "again": True})
     assert metrics_of(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path, monkeypatch):
+    """A limit of file sizes stands for the disk; the line that it cuts is whole afterwards."""
+    metrics, said = Metrics(tmp_path, 0, writes=True), list[str]()
+    monkeypatch.setattr(run_files.LOGGER, "warning", lambda text, *parts, **_: said.append(text % parts))
+    metrics.write({"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, hard))
+    try:
+        for step in (2, 3):
+            metrics.write({"step": step})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert metrics_of(tmp_path) == [{"step": 1}]
+    metrics.write({"step": 4})
+    assert metrics_of(tmp_path) == [{"step": step} for step in (1, 2, 3, 4)]
+    assert len(said) == 1
+    assert "its next 1000 lines are kept until it can" in said[0]
+
+
+def test_a_new_writer_writes_the_lines_that_nobody_has_written(tmp_path):
+    logger, seen = RunLogger(lambda line: seen.append(line["step"])), []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    alone = Communicator(None, 0, 1, torch.device("cpu"))
+    run = SimpleNamespace(
+        folder=tmp_path,
+        state=SimpleNamespace(outer_step=4),
+        ranks=SimpleNamespace(first=True, world=alone),
+    )
+    for step in (1, 2, 3, 4, 5):
+        logger._log({"step": step})
+    logger.open(run)
+    logger.write_pending_lines(run)
+    assert metrics_of(tmp_path) == [{"step": step} for step in (1, 2, 3, 4)]
+    assert seen == [1, 2, 3, 4, 5, 2, 3, 4]
