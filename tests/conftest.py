@@ -30,6 +30,7 @@ def pytest_configure(config):
     if not is_worker(config):
         config.stash[FOLDER] = fork_server.begin_session()
         os.environ["HF_DATASETS_CACHE"] = str(config.stash[FOLDER] / "datasets")
+        os.environ.setdefault("RUST_LOG", "warn")  # torchft reads it when it is imported
     fork_server.SESSION_ENVIRONMENT.update(fork_server.environment())
     config.stash[BEFORE] = dict(os.environ)
 

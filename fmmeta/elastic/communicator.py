@@ -155,8 +155,11 @@ class ElasticCommunicator(Communicator):
     """The `cross` communicator of groups that join and leave. Raises `MachineFault` without a lighthouse.
 
     own: gloo communicator of the ranks of this group. `config_hash` and `secret` are set once the settings
-    are known (controller.py).
+    are known (controller.py). met: the store of the present members. meetings: how often they have met there.
     """
+
+    met: Any = None
+    meetings = 0
 
     def __init__(self, own: Communicator, lighthouse: str, name: str) -> None:
         super().__init__(None, 0, 1, torch.device("cpu"))
@@ -172,8 +175,6 @@ class ElasticCommunicator(Communicator):
         self.host_address = ""  # the same of the first member
         self.others: list[tuple[str, str]] = []  # name and store address of the other members
         self.lighthouse = lighthouse
-        self.met: Any = None  # the store of the present members
-        self.meetings = 0  # how often they have met there
         with own.raise_on_all("looking for the lighthouse"):
             self.host = reachable_as(lighthouse)
             if own.rank == 0:

@@ -32,7 +32,6 @@ from tests.support import slurm
 from tests.support.launch import run_ranks, train
 from tests.support.short_runs import LONG, QUICK, model_of, until
 
-os.environ.setdefault("RUST_LOG", "warn")
 pytest.importorskip("torchft", reason="elastic groups need torchft")
 
 STEPS = 60

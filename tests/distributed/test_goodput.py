@@ -1,7 +1,6 @@
 """Useful seconds of real ranks: every task of theta once on each rank of its group, also after kills."""
 
 import json
-import os
 import signal
 
 import pytest
@@ -47,7 +46,6 @@ def test_each_task_is_useful_once_after_a_kill(flags, tmp_path, settings, second
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
 def test_each_task_is_useful_once_after_a_group_was_lost(tmp_path, schedule):
     """A group of three is killed, and comes back. Finished tasks that are kept count too."""
-    os.environ.setdefault("RUST_LOG", "warn")
     pytest.importorskip("torchft", reason="elastic groups need torchft")
     settings = {
         **QUICK,
