@@ -322,7 +322,7 @@ class Trial:
             "launched": 100 * goodput["useful_seconds"] / (self.groups * took),
             "floor": 100 * statistics.median(shares),
             "no_step_logged_twice": len({line["step"] for line in lines}) == len(lines),
-            "lines_lost": steps - len(lines),  # a full disk takes no lines
+            "lines_lost": steps - len(lines),
             "tasks_counted_once": state["tasks"] == {"seen": batch * steps, "bad": 0}
             and not any(line["skipped_tasks"] for line in lines),
         }
