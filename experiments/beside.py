@@ -1,4 +1,4 @@
-"""beside.yaml: fmmeta's encoders and other libraries on the same texts.
+"""beside.yaml: fmmeta's encoders and other libraries on the same texts. mteb.yaml: MTEB's own program.
 
 As a script it needs no package of this repository, so that a library may have a separate interpreter:
 `python beside.py ROW FILE MODEL` reads tasks, {support, query: [[class, text], ...]}, and prints accuracy and
@@ -207,6 +207,49 @@ def scores(answer: Callable[[dict[str, Texts]], list[int]], tasks: list[dict[str
     return {name: " ".join(values) for name, values in found.items()}
 
 
+def mteb_scores(texts: dict[str, Texts], model: str) -> dict[str, str]:
+    """Accuracy in percent of each of the ten draws of MTEB's Banking77Classification."""
+    import mteb  # type: ignore[import-not-found]
+    from datasets import Dataset, DatasetDict
+    from sentence_transformers import SentenceTransformer
+
+    task = mteb.get_task("Banking77Classification")
+    parts: dict[Any, Dataset] = {
+        part: Dataset.from_list([{"text": text, "label": label} for label, text in rows])
+        for part, rows in texts.items()
+    }
+    task.dataset, task.data_loaded = DatasetDict(parts), True
+    found = mteb.evaluate(SentenceTransformer(model, device="cpu"), task, cache=None).task_results[0]
+    each = found.scores["test"][0]["scores_per_experiment"]
+    return {"accuracy": " ".join(f"{100 * one['accuracy']:.2f}" for one in each)}
+
+
+def measure_mteb(study: Any, cell: Any) -> dict[str, Any]:
+    """`mteb_scores` of an encoder, on the texts of BANKING77."""
+    from experiments.data import texts_of
+
+    texts = {part: texts_of(study.data, "banking77", part) for part in ("train", "test")}
+    places = {name: place for place, name in enumerate(sorted(texts["train"]))}
+    rows = {
+        part: [(places[name], text) for name, some in found.items() for text in some]
+        for part, found in texts.items()
+    }
+    model, seconds = study.trained(cell)
+    return {**in_process("mteb", study, cell, rows, model), "training_cpu_minutes": round(seconds / 60, 1)}
+
+
+def in_process(row: str, study: Any, cell: Any, texts: Any, model: str) -> dict[str, Any]:
+    """What this file prints as a script, with the interpreter that ROW_PYTHON names."""
+    file = Path(study.folder, f"{cell.name.replace(' ', '_')}.json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(texts))
+    python = os.environ.get(f"{row.upper()}_PYTHON", sys.executable)
+    command = [python, __file__, row, str(file), model]
+    return json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    )
+
+
 def measure(study: Any, cell: Any) -> dict[str, Any]:
     """Accuracy and CPU seconds of each task, and CPU minutes of a training on other classes."""
     tasks = tasks_of(cell, study.data)
@@ -216,17 +259,11 @@ def measure(study: Any, cell: Any) -> dict[str, Any]:
     if (row := cell.settings["library"]) == "fmmeta":
         found = scores(fmmeta_row(cell, model), tasks)
     else:
-        file = Path(study.folder, f"{cell.name.replace(' ', '_')}.json")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(tasks))
-        python = os.environ.get(f"{row.upper()}_PYTHON", sys.executable)
-        command = [python, __file__, row, str(file), model]
-        found = json.loads(
-            subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-        )
+        found = in_process(row, study, cell, tasks, model)
     return {**found, "training_cpu_minutes": round(seconds / 60, 1)}
 
 
 if __name__ == "__main__":
     row, file, model = sys.argv[1:]
-    print(json.dumps(scores(ROWS[row](model), json.loads(Path(file).read_text()))))
+    texts = json.loads(Path(file).read_text())
+    print(json.dumps(mteb_scores(texts, model) if row == "mteb" else scores(ROWS[row](model), texts)))
