@@ -182,6 +182,7 @@ class ElasticSchedule(StaticSchedule):
         self.cross = cast(ElasticCommunicator, run.ranks.cross)
         self.membership: Membership | None = None
         self.lock: Any = None
+        self.refusal = ""  # of the lock, which is tried at every step
         self.over = run.view.writes = False
         self.quorum_step: int | None = None  # the outer step of the last quorum
         self.began_step: float | None = None  # the first attempt at this outer step
@@ -369,7 +370,9 @@ class ElasticSchedule(StaticSchedule):
         except UsageError as refusal:
             if timeout_s == LAST_LOCK_S:
                 raise
-            self.log(f"cannot write yet: {refusal}")
+            if str(refusal) != self.refusal:
+                self.log(f"cannot write yet: {refusal}")
+            self.refusal = str(refusal)
             return
         with world.raise_on_all("beginning to write"):
             if first:

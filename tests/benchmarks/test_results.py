@@ -25,7 +25,17 @@ from tests.support.helpers import ROOT, tables_of
 
 RESULTS = sorted(ROOT.glob("*/results/*.json"))
 STUDIES = sorted(file.stem for file in (ROOT / "experiments").glob("*.yaml"))
-UNFINISHED = ("intents", "full_way", "gradient_steps", "streams", "ranks", "one_step", "symbols", "beside", "mteb")
+UNFINISHED = (
+    "intents",
+    "full_way",
+    "gradient_steps",
+    "streams",
+    "ranks",
+    "one_step",
+    "symbols",
+    "beside",
+    "mteb",
+)
 
 
 @functools.cache
