@@ -67,9 +67,9 @@ from fmmeta.elastic.lighthouse import (
     WAIT_S,
     LighthouseClient,
     coordination,
+    heartbeats,
     in_thread,
     reachable_as,
-    silent_groups,
 )
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.network import is_proof, proof
@@ -156,10 +156,14 @@ class ElasticCommunicator(Communicator):
 
     own: gloo communicator of the ranks of this group. `config_hash` and `secret` are set once the settings
     are known (controller.py). met: the store of the present members. meetings: how often they have met there.
+    waited: called with the seconds that this rank has waited for other groups which live.
     """
 
     met: Any = None
     meetings = 0
+    lighthouse = ""
+    not_listed: frozenset[str] = frozenset()  # members that the lighthouse has not named at the last look
+    waited: Callable[[float], None] = staticmethod(lambda seconds: None)
 
     def __init__(self, own: Communicator, lighthouse: str, name: str) -> None:
         super().__init__(None, 0, 1, torch.device("cpu"))
@@ -327,9 +331,8 @@ class ElasticCommunicator(Communicator):
                 lambda: connect_gloo(self.host_address, name, self.rank, self.size, timeout, self.host)
             )
         except RuntimeError:
-            met.add("failed", 1)
+            wait([in_thread(lambda: refuses(self.host_address) or met.add("failed", 1))], REFUSE_S)
             raise
-        met.add("connected", 1)
         self._unless_lost(lambda: self._wait_for_all(met))
         self.backend, self.met, self.meetings = backend, met, 0
 
@@ -340,6 +343,7 @@ class ElasticCommunicator(Communicator):
         a sum.
         """
         deadline = time.monotonic() + CONNECT_S
+        met.add("connected", 1)
         while met.add("connected", 0) < self.size:
             if met.add("failed", 0):
                 raise RuntimeError("another group could not connect")
@@ -347,53 +351,90 @@ class ElasticCommunicator(Communicator):
                 raise RuntimeError(f"another group has not connected within {CONNECT_S:.0f} s")
             time.sleep(0.01)
 
-    def _unless_lost(self, work: Callable[[], Any]) -> Any:
-        """The result of `work` with the other members. Raises `RuntimeError` when one of them has ended: gloo
-        and its store would wait for `CONNECT_S`, up to four times.
+    def _lost(self) -> str:
+        """Members of the connection that have ended or are silent (stopped, cut off, on a machine that is
+        down), in words; empty if there is none. Local.
         """
-        result = in_thread(work)
-        while not wait([result], WAIT_S).done:
-            for other, address in self.others:
-                if refuses(address):
-                    raise RuntimeError(f"group {label(other)} has ended")
+        members = [(label(name), name, address) for name, address in self.others]
+        beats = heartbeats(self.lighthouse)
+        # a lighthouse that was started again names a group once it has heard of it
+        listed = not beats or self.name not in beats
+        unknown = frozenset() if listed else {name for _, name, _ in members} - beats.keys()
+        silent = {name for name, is_old in beats.items() if is_old} | (unknown & self.not_listed)
+        self.not_listed = frozenset(unknown)
+        lost = [shown for shown, name, address in members if name in silent or refuses(address)]
+        return f"group {', '.join(lost)} has ended, or is stopped or cut off" if lost else ""
+
+    def _unless_lost(self, work: Callable[[], Any]) -> Any:
+        """The result of `work` with the other members. Raises `RuntimeError` when one of them has ended or is
+        silent: gloo would wait for `CONNECT_S`, up to four times, and a store without end.
+        """
+        result, wait_s = in_thread(work), WAIT_S
+        while not wait([result], wait_s).done:
+            wait_s = min(2 * wait_s, SILENT_S)
+            if lost := self._lost():
+                raise RuntimeError(lost)
         return result.result()
 
-    def _meet(self) -> None:
-        """Wait for the other members at a key of their store. Raises `RuntimeError` if one of them has ended,
-        is silent (stopped, cut off, on a machine that is down), or has given up; then all give up.
+    def _meet(self, doing: str) -> None:
+        """Wait for the other members at a key of their store. Raises `PeerLost` on all ranks of all groups if
+        a member has ended, is silent, or has given up, and on those of this group after `timeout_s`.
+
+        Collective: all groups.
         """
         self.meetings += 1
-        met, size, here, given_up = self.met, self.size, f"meeting/{self.meetings}", Event()
+        met, size, number, given_up = self.met, self.size, self.meetings, Event()
+        here, before, host = f"meeting/{number}", f"meeting/{number - 1}", self.host_address
 
         def arrive() -> bool:
             """Whether all are here: the first of the last to arrive and of those that give up decides."""
             began = time.monotonic()
-            if refuses(self.host_address):  # torch logs a stack if it finds that out by itself
+            if refuses(host):  # torch logs a stack if it finds that out by itself
                 return False
             if met.add(here, 1) == size:
-                met.delete_key(f"meeting/{self.meetings - 1}")  # all have left it
-                met.delete_key(f"meeting/{self.meetings - 1}/all")
+                met.delete_key(before)  # all have left it
+                met.delete_key(f"{before}/all")
                 return bool(met.compare_set(f"{here}/all", "", "here") == b"here")
             while not met.check([f"{here}/all"]):
                 if given_up.is_set():
                     return bool(met.compare_set(f"{here}/all", "", "left") == b"here")
                 time.sleep(min(WAIT_S, 0.001 + (time.monotonic() - began) / 50))
-                if refuses(self.host_address):
+                if refuses(host):
                     return False
             return bool(met.get(f"{here}/all") == b"here")
 
-        result, why, wait_s = in_thread(arrive), "another group has ended or given up", WAIT_S
-        while not wait([result], wait_s).done:
-            if given_up.is_set():  # and the store has not answered: its group is stopped, say
-                raise RuntimeError(why)
+        result, began, wait_s = in_thread(arrive), time.monotonic(), WAIT_S
+        while True:
+            failure, asked = "", time.monotonic()
+            if not wait([result], wait_s).done:
+                failure = self._lost()
+                if not failure and time.monotonic() - began > self.timeout_s:
+                    failure = f"another group has not come for {self.timeout_s:.0f} s"
+                if failure:
+                    given_up.set()
+                    wait([result], SILENT_S)  # a store of a group that is stopped does not answer
+            if result.done():
+                if result.exception() is not None:
+                    failure = one_line(result.exception())
+                elif result.result():
+                    failure = ""
+                else:
+                    failure = failure or "another group has ended or given up"
+            if not self._is_pending(doing, failure, not result.done()):
+                return
+            self.waited(time.monotonic() - asked)
             wait_s = min(2 * wait_s, SILENT_S)
-            silent = silent_groups(self.lighthouse)
-            lost = [label(name) for name, address in self.others if name in silent or refuses(address)]
-            if lost:
-                why = f"group {', '.join(lost)} has ended, or is stopped or cut off"
-                given_up.set()
-        if not result.result():
-            raise RuntimeError(why)
+
+    def _is_pending(self, doing: str, failure: str, pending: bool = False) -> bool:
+        """Whether one of the ranks of this group is not done. If one has failed, all raise `PeerLost`.
+
+        Collective: own.
+        """
+        failures, waits = self.own.sum_(torch.tensor([float(bool(failure)), float(pending)])).tolist()
+        if failures:
+            self.disconnect()  # the other groups need not wait for a timeout
+            raise PeerLost(f"{doing}: {failure or 'another rank of this group has failed'}")
+        return bool(waits)
 
     def counters(self) -> Any:
         """A store that all members share, on the first rank of a group; it ends with the first member.
@@ -411,7 +452,7 @@ class ElasticCommunicator(Communicator):
         """Close the connection, so that the other groups notice it at once, also when they meet. Local."""
         if self.met is not None:
             met, host, here = self.met, self.host_address, f"meeting/{self.meetings + 1}"
-            in_thread(lambda: refuses(host) or met.compare_set(f"{here}/all", "", "left"))
+            wait([in_thread(lambda: refuses(host) or met.compare_set(f"{here}/all", "", "left"))], WAIT_S)
         self.connection, self.backend, self.met = "", None, None
 
     @contextmanager
@@ -425,23 +466,21 @@ class ElasticCommunicator(Communicator):
             yield
         except RuntimeError as error:  # the type of all errors of gloo and its store
             failure = one_line(error)[:200] or type(error).__name__
-        if float(self.own.sum_(torch.tensor([float(bool(failure))]))) > 0:
-            self.disconnect()  # the other groups need not wait for a timeout
-            raise PeerLost(f"{doing}: {failure or 'another rank of this group has failed'}")
+        self._is_pending(doing, failure)
 
     def begin_sum_(self, tensor: Tensor, comm_dtype: torch.dtype | None = None) -> Reduction:
         """As the base, but complete on return. Raises `PeerLost`. Collective: this communicator, own."""
         if self.size > 1:
+            self._meet("a sum")
             with self._raise_peer_lost("a sum"):
-                self._meet()
                 super().begin_sum_(tensor, comm_dtype).wait_all()
         return Reduction([slice(0, tensor.numel())])
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
         """As the base. Raises `PeerLost`. Collective: this communicator, own."""
         if self.size > 1:
+            self._meet("a broadcast")
             with self._raise_peer_lost("a broadcast"):
-                self._meet()
                 super().broadcast_(tensor, root)
         return tensor
 
@@ -450,8 +489,8 @@ class ElasticCommunicator(Communicator):
         super().set_timeout(seconds)
 
     def leave(self) -> None:
-        """Leave the elastic run; the other groups detect it at once."""
-        self.backend = None
+        """Leave the elastic run; the other groups detect it at once, also where they meet."""
+        self.disconnect()
         if self.client is not None:
             self.client.stop_heartbeats()
 

@@ -180,6 +180,7 @@ class ElasticSchedule(StaticSchedule):
         if self.config.task_schedule == "dynamic":
             self.episodes = ClaimedEpisodes
         self.cross = cast(ElasticCommunicator, run.ranks.cross)
+        self.cross.waited = run.stage.leave_out
         self.membership: Membership | None = None
         self.lock: Any = None
         self.refusal = ""  # of the lock, which is tried at every step

@@ -28,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from html import unescape
 from http.client import HTTPException
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -77,9 +78,10 @@ def status_page(address: str) -> str:
     return ""
 
 
-def silent_groups(address: str) -> set[str]:
-    """Names of groups of which the lighthouse has had no heartbeat for its timeout."""
-    return set(re.findall(r'class="heartbeat\s+old\s*">\s*(\S+): seen', status_page(address)))
+def heartbeats(address: str) -> dict[str, bool]:
+    """Whether the lighthouse has had no heartbeat for its timeout, by the name of the group."""
+    found = re.findall(r'class="heartbeat\s*(old|)\s*">\s*(.+): seen', status_page(address))
+    return {unescape(name): bool(old) for old, name in found}
 
 
 class LighthouseClient:

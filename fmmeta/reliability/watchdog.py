@@ -78,6 +78,10 @@ class WatchdogStage:
         """Count another pass of a task. Local."""
         self.passes += 1
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count `seconds` that have passed: this process, or another group, was suspended."""
+        self.began = min(time.monotonic(), self.began + seconds)
+
     def record_step(self) -> None:
         """Record how long the outer step that is this stage has taken."""
         self.slowest_step_s = max(self.slowest_step_s, self.elapsed_s)
@@ -283,7 +287,7 @@ class Watchdog:
         closed = self.closed.wait(TICK_S)
         now = time.monotonic()
         if now - before > SUSPENDED_S:
-            self.stage.began = min(now, self.stage.began + now - before)
+            self.stage.leave_out(now - before)
         return closed
 
     def _runs(self, rank: int) -> bool:

@@ -518,9 +518,10 @@ class RunLogger(Callback):
         """Append the lines that the previous writer group has not written: it has died, or was stopped.
         Collective: world.
         """
-        last = int(run.ranks.world.broadcast_(torch.tensor(self.metrics.last if self.metrics else 0), 0))
-        for line in [line for line in self.lines if last < line["step"] <= run.state.outer_step]:
-            self._write(line)
+        last = run.ranks.world.broadcast_(torch.tensor(self.metrics.last if self.metrics else (0, 0)), 0)
+        for line in [line for line in self.lines if line["step"] <= run.state.outer_step]:
+            if place_of(line) > tuple(last.tolist()):
+                self._write(line)
 
     def _log(self, values: dict[str, Any]) -> None:
         self.lines.append(values)
@@ -532,15 +533,20 @@ class RunLogger(Callback):
         self.on_log_line(values)
 
 
+def place_of(line: Mapping[str, Any]) -> tuple[int, int]:
+    """The order of lines: the outer step, then its validation."""
+    return line["step"], int("seconds" not in line)
+
+
 class Metrics:
     """metrics.jsonl: one object per logged outer step; only the rank that `writes` opens the file.
 
-    A resumed run drops the lines after outer_step, that of its checkpoint. last: the last step in the file.
+    A resumed run drops the lines after outer_step, that of its checkpoint. last: the place of the last line.
     """
 
     def __init__(self, folder: Path, outer_step: int, writes: bool) -> None:
         self.file = folder / "metrics.jsonl"
-        self.writes, self.last = writes, 0
+        self.writes, self.last = writes, (0, 0)
         self.waiting = deque[str](maxlen=KEPT_LINES)  # lines that could not be written
         if writes and self.file.is_file():
             kept = [
@@ -549,11 +555,11 @@ class Metrics:
                 if (line := parse_line(text)) and line["step"] <= outer_step
             ]
             publish_text(self.file, "".join(f"{text}\n" for text, _ in kept))
-            self.last = max((line["step"] for _, line in kept), default=0)
+            self.last = max((place_of(line) for _, line in kept), default=self.last)
 
     def write(self, values: dict[str, Any]) -> None:
         """Append a line. While the disk is full the run continues; the last KEPT_LINES are written later."""
-        self.last = max(self.last, values["step"])
+        self.last = max(self.last, place_of(values))
         if not self.writes:
             return
         size, failed = self.file.stat().st_size if self.file.is_file() else 0, bool(self.waiting)

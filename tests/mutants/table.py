@@ -35,6 +35,9 @@ TASKS = ("unit/test_source.py", "unit/test_schedule.py")
 BATCHES = ("unit/test_batching.py", "unit/test_pack.py")
 CHECKPOINTS = ("unit/test_checkpoint_saving.py", "unit/test_checkpoint_export.py")
 SCORES = ("unit/test_evaluate.py",)
+GOODPUT = ("unit/test_goodput.py", "distributed/test_goodput.py")
+ELASTIC = ("unit/test_elastic.py",)
+LM_EVAL = ("unit/test_lm_eval.py",)
 
 MUTANTS = (
     # rules and the inner loop
@@ -545,7 +548,7 @@ MUTANTS = (
         "weights = [run[0].weights for run in runs]",
         "weights = [runs[0][0].weights for run in runs]",
         "rows of a pass get the answers of another adapter",
-        ("unit/test_adapt_many.py", "unit/test_adapt.py"),
+        ("unit/test_serving.py",),
     ),
     Mutant(
         "the latest adapter leaves the memory",
@@ -553,7 +556,7 @@ MUTANTS = (
         "self.loaded.popitem(last=False)",
         "self.loaded.popitem(last=True)",
         "once the memory is full, an adapter is read again for each batch that names it",
-        ("unit/test_adapt_many.py", "unit/test_adapt.py"),
+        ("unit/test_serving.py",),
     ),
     Mutant(
         "every epoch samples the same support rows together",
@@ -643,6 +646,153 @@ MUTANTS = (
         "(self.spec.method, alone=True, learn_support=config.loss_on_support)",
         "held-out scores count answers that the prompt shows",
         ("unit/test_answers.py",),
+    ),
+    # goodput, elastic groups, metrics.jsonl, and what users bring along
+    Mutant(
+        "seconds of a skipped task are useful",
+        "training/step_metrics.py",
+        "            self.skipped += 1\n            return\n        self.useful_seconds += seconds\n",
+        "            self.skipped += 1\n        self.useful_seconds += seconds\n        if not task.finite:\n"
+        "            return\n",
+        "goodput counts work whose result is not in theta",
+        GOODPUT,
+    ),
+    Mutant(
+        "seconds of an outer step without an update are useful",
+        "training/schedules.py",
+        "metrics.useful_seconds if outcome is Outcome.APPLIED else 0.0,",
+        "metrics.useful_seconds,",
+        "a step with a gradient that is not finite raises the goodput",
+        GOODPUT,
+    ),
+    Mutant(
+        "seconds since the checkpoint are not counted",
+        "report/goodput.py",
+        "        vars(self).update({name: found[name] for name in vars(self).keys() & found.keys()})",
+        "        vars(self).update({name: found[name] for name in vars(self).keys() & found.keys()})\n"
+        "        self.at = time.time()",
+        "a run that was killed has the goodput of one that was not",
+        GOODPUT,
+    ),
+    Mutant(
+        "ranks of a lost group are not counted",
+        "report/goodput.py",
+        "max(ranks, self.ranks) * max(0.0, now - self.at)",
+        "ranks * max(0.0, now - self.at)",
+        "the step in which a group was lost costs the others alone",
+        GOODPUT,
+    ),
+    Mutant(
+        "each task counts the passes of all that share them",
+        "report/goodput.py",
+        "(time.monotonic() - self.began) / self.tasks",
+        "time.monotonic() - self.began",
+        "with tasks_per_pass the goodput is above 100 %",
+        GOODPUT,
+    ),
+    Mutant(
+        "goodput goes on from the checkpoint of another run",
+        "training/state.py",
+        "            self.goodput.restart(started)\n",
+        "            pass\n",
+        "the seconds of the run that was begun from count",
+        GOODPUT,
+    ),
+    Mutant(
+        "groups that meet do not look at heartbeats",
+        "elastic/communicator.py",
+        "{name for name, is_old in beats.items() if is_old} |",
+        "set[str]() |",
+        "all groups wait for one that is stopped",
+        ELASTIC,
+    ),
+    Mutant(
+        "a group that gives up tells nobody",
+        "elastic/communicator.py",
+        'refuses(host) or met.compare_set(f"{here}/all"',
+        'refuses(host) or met.compare_set(f"{here}/gone"',
+        "the others wait for it where they meet",
+        ELASTIC,
+    ),
+    Mutant(
+        "keys of meetings are kept",
+        "elastic/communicator.py",
+        "                met.delete_key(before)  # all have left it\n",
+        "",
+        "the store grows with every sum",
+        ELASTIC,
+    ),
+    Mutant(
+        "a rank does not wait until the others of its group have met",
+        "elastic/communicator.py",
+        "self._is_pending(doing, failure, not result.done())",
+        "self._is_pending(doing, failure)",
+        "a sum begins with a member that is stopped",
+        ELASTIC,
+    ),
+    Mutant(
+        "lines that a full disk did not take are written twice",
+        "training/run_files.py",
+        "            self.waiting.clear()\n",
+        "            pass\n",
+        "metrics.jsonl has every line again and again",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "a line that was written in part stays",
+        "training/run_files.py",
+        "os.truncate(self.file, size)",
+        "self.file.stat()",
+        "metrics.jsonl has half a line, and then the whole one",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "the validation of a lost writer is lost",
+        "training/run_files.py",
+        'line["step"], int("seconds" not in line)',
+        'line["step"], 0',
+        "the next writer takes its line for that of the outer step",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "large files of two tasks are linked though they differ",
+        "adaptation/folder.py",
+        "filecmp.cmp(same, path, shallow=False)",
+        "same.is_file()",
+        "every task has the adapters of the first",
+        ("unit/test_serving.py",),
+    ),
+    Mutant(
+        "a warning about a setting of accelerate that a flag gives",
+        "parallel/layout.py",
+        "if not says_nothing and not (flag and getattr(config, flag) != getattr(Config, flag)):",
+        "if not says_nothing:",
+        "a user who did what the line says reads it again",
+        ("unit/test_layout.py",),
+    ),
+    Mutant(
+        "the harness goes on with the weights of a task",
+        "adaptation/lm_eval.py",
+        "        self.learner.model.worker.write(self.learner.theta)\n",
+        "",
+        "perplexities are those of a model that has learned the last task",
+        LM_EVAL,
+    ),
+    Mutant(
+        "answers to the harness are in the order of tasks",
+        "adaptation/lm_eval.py",
+        "[found[place] for place in range(len(requests))]",
+        "list(found.values())",
+        "a request gets the answer to another one",
+        LM_EVAL,
+    ),
+    Mutant(
+        "examples that are too long lose their answers",
+        "adaptation/lm_eval.py",
+        "Example(one.input_ids[-most:], one.token_labels[-most:])",
+        "Example(one.input_ids[:most], one.token_labels[:most])",
+        "the model learns nothing from long prompts",
+        LM_EVAL,
     ),
     # rewrites that compute the same up to rounding
     Mutant(

@@ -16,12 +16,14 @@ from fmmeta.config.settings import Config
 from fmmeta.elastic import communicator, lighthouse
 from fmmeta.elastic.communicator import MAX_LOST, ElasticCommunicator, GroupInfo, Membership
 from fmmeta.elastic.controller import MAX_ATTEMPTS, ElasticSchedule, config_hash
-from fmmeta.elastic.lighthouse import reachable_as
+from fmmeta.elastic.lighthouse import heartbeats, reachable_as
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.network import Interface
+from fmmeta.parallel.process_groups import connect_to_store, listening_store
 from harness.fork_server import free_port
 from tests.support.messages import check_message, refusal
+from tests.support.short_runs import until
 
 
 def membership(*members: tuple[int, bool, bool]) -> Membership:
@@ -305,6 +307,7 @@ class FailingSchedule(ElasticSchedule):
             ranks=SimpleNamespace(cross=cross),
             progress=SimpleNamespace(notice=lambda text: None),
             view=SimpleNamespace(writes=True),
+            stage=SimpleNamespace(leave_out=lambda seconds: None),
             state=SimpleNamespace(outer_step=outer_step, tasks={"seen": 0, "bad": 0}),
             schedule=SimpleNamespace(tasks_per_step=3),
             stop=SimpleNamespace(requested=False),
@@ -353,3 +356,141 @@ def test_an_outer_step_has_the_tasks_of_the_meta_batch(tasks):
     schedule.check_task_count(3)
     with pytest.raises(MachineFault, match=f"{tasks} tasks were learned from in an outer step of 3"):
         schedule.check_task_count(tasks)
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Communicators of groups that are connected through the store of the first, and what their lighthouse
+    says of them; it is looked at often.
+    """
+    beats = dict[str, bool]()
+    monkeypatch.setattr(communicator, "heartbeats", lambda address: dict(beats))
+    monkeypatch.setattr(communicator, "WAIT_S", 0.05)
+    monkeypatch.setattr(communicator, "SILENT_S", 0.1)
+    store = listening_store("127.0.0.1", 0)
+    address = f"127.0.0.1:{store.port}"
+
+    def group(number: int, size: int, own: Communicator | None = None) -> Any:
+        cross = object.__new__(ElasticCommunicator)
+        Communicator.__init__(cross, None, number, size, torch.device("cpu"))
+        cross.own = own or Communicator(None, 0, 1, cross.device)
+        cross.name, cross.client, cross.timeout_s, cross.host_address = f"g{number}:1", None, 30.0, address
+        cross.others = [(f"g{other}:1", address) for other in range(size) if other != number]
+        cross.met = connect_to_store(address, f"rank{cross.own.rank}", timedelta(seconds=10))
+        return cross
+
+    return SimpleNamespace(group=group, beats=beats, store=store)
+
+
+def outcome(cross: ElasticCommunicator, times: int = 1) -> str:
+    """`met`, or why this group does not go on to the sum."""
+    try:
+        for _ in range(times):
+            cross._meet("a sum")
+    except PeerLost as lost:
+        return str(lost)
+    return "met"
+
+
+LOST = "a sum: group g1 has ended, or is stopped or cut off"
+LEFT = "a sum: another group has ended or given up"
+
+
+def test_groups_meet_again_and_again_and_keep_no_keys(together):
+    groups = [together.group(number, 3) for number in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(outcome, groups, (5, 5, 5))) == ["met"] * 3
+        before = together.store.num_keys()
+        assert list(pool.map(outcome, groups, (20, 20, 20))) == ["met"] * 3
+    assert together.store.num_keys() == before
+
+
+def test_all_groups_give_up_where_a_member_is_silent(together):
+    """It finds out when it continues, and meets the others in another connection only."""
+    together.beats.update({"g0:1": False, "g1:1": True, "g2:1": False})
+    groups = [together.group(number, 3) for number in range(3)]
+    with ThreadPoolExecutor(2) as pool:
+        assert set(pool.map(outcome, groups[::2])) <= {LOST, LEFT}
+    together.beats.clear()
+    assert outcome(groups[1]) == LEFT
+    assert all(group.met is None for group in groups)
+
+
+def test_a_member_that_a_restarted_lighthouse_does_not_know_is_silent(together, monkeypatch):
+    """It lists a group once it has a heartbeat of it: one look may come too early."""
+    looks = list[dict[str, bool]]()
+
+    def look(address):
+        looks.append({} if not looks else {"g0:1": False})
+        return looks[-1]
+
+    monkeypatch.setattr(communicator, "heartbeats", look)
+    assert outcome(together.group(0, 2)) == LOST
+    assert len(looks) == 3
+
+
+@pytest.mark.parametrize("leaves", [ElasticCommunicator.disconnect, ElasticCommunicator.leave])
+def test_groups_that_meet_do_not_wait_for_one_that_gives_up_or_leaves(together, leaves):
+    """Its process and its heartbeats go on."""
+    waiting, other = together.group(0, 2), together.group(1, 2)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(outcome, waiting)
+        leaves(other)
+        assert found.result(20) == LEFT
+
+
+def test_no_group_waits_longer_than_a_sum_may_take(together):
+    together.beats.update({"g0:1": False, "g1:1": False})
+    waiting, seconds = together.group(0, 2), list[float]()
+    waiting.timeout_s, waiting.waited = 0.3, seconds.append
+    assert outcome(waiting) == "a sum: another group has not come for 0 s"
+    assert 0.2 < sum(seconds) < 20
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(together):
+    """Its group is stopped: the kernel accepts, and no answer comes."""
+    waiting, over = together.group(0, 2), threading.Event()
+    together.beats.update({"g0:1": False, "g1:1": True})
+    waiting.met = SimpleNamespace(add=lambda key, count: over.wait(), compare_set=lambda *_: over.wait())
+    try:
+        assert outcome(waiting) == LOST
+    finally:
+        over.set()
+
+
+def test_one_rank_that_does_not_meet_fails_all_ranks_of_its_group(together):
+    """The other rank has met: neither begins a sum. While one rank waits, both leave out the time."""
+    store, waited = HashStore(), [list[float](), list[float]()]
+
+    def rank(number: int) -> str:
+        gloo = ProcessGroupGloo(store, number, 2, timedelta(seconds=20))
+        cross = together.group(0, 2, Communicator(gloo, number, 2, torch.device("cpu")))
+        cross.waited = waited[number].append
+        return outcome(cross)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = together.group(1, 2)  # of the other group; its second rank does not come
+        there, found = pool.submit(outcome, first), pool.map(rank, range(2))
+        assert there.result(20) == "met"
+        until(lambda: all(waited), 20)
+        together.beats.update({"g0:1": False, "g1:1": True})
+        assert set(found) == {"a sum: another rank of this group has failed", LOST}
+
+
+def test_the_lighthouse_names_the_groups_that_are_silent():
+    """Names are text, not words of HTML."""
+    pytest.importorskip("torchft", reason="elastic groups need torchft")
+    ft, names = lighthouse.coordination(), ["my group:1", "a&b<c>:2"]
+    server = ft.LighthouseServer(bind="127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=300)
+    address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    try:
+        client = ft.LighthouseClient(address, timedelta(seconds=10))
+        for name in names:
+            client.heartbeat(name, timedelta(seconds=10))
+        until(lambda: heartbeats(address) == dict.fromkeys(names, True), 20)
+        until(
+            lambda: client.heartbeat(names[0], timedelta(seconds=10)) or not heartbeats(address)[names[0]], 20
+        )
+    finally:
+        server.shutdown()
+    assert heartbeats(f"http://127.0.0.1:{free_port()}") == {}

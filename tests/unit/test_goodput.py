@@ -3,6 +3,7 @@ pages that `fmmeta report --watch` writes.
 """
 
 import json
+import math
 import signal
 import time
 from dataclasses import replace
@@ -175,6 +176,24 @@ def test_a_task_that_is_not_finite_is_not_useful(tmp_path, monkeypatch):
     run = run_of(tmp_path, Pause(), algorithm=f"{__name__}:DIVERGES")
     assert run["goodput"]["useful_seconds"] == 6.0
     assert [line["skipped_tasks"] for line in metrics_of(tmp_path)] == [1] * 6
+
+
+def overflows(task):
+    """The mean of the third outer step is not finite, though its tasks are."""
+    result = FOMAML.rule(task)
+    if task.outer_step == 2:
+        task.into.sum.fill_(math.inf)
+    return result
+
+
+OVERFLOWS = replace(FOMAML, name="overflows", rule=overflows)
+
+
+def test_an_outer_step_without_an_update_is_not_useful(tmp_path, monkeypatch):
+    monkeypatch.setattr(PassClock, "of_a_task", lambda self: 1.0)
+    run = run_of(tmp_path, Pause(), algorithm=f"{__name__}:OVERFLOWS")
+    assert run["goodput"]["useful_seconds"] == 10.0
+    assert [line["skipped_tasks"] for line in metrics_of(tmp_path)] == [0] * 6
 
 
 PACE = {

@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +138,20 @@ def test_the_examples_of_a_task_are_learned_before_it_is_scored(folder, llama):
     assert scored(folder, model, ["choice"])[1] == found
     untrained = FewShotLM(str(llama), "in_context", include_path=str(folder), batch_size=2)
     assert scored(folder, model, ["perplexity"]) == scored(folder, untrained, ["perplexity"])  # restored
+
+
+def test_answers_follow_the_requests_and_long_examples_keep_their_ends(folder, llama, monkeypatch):
+    """Requests of two tasks, one after the other in turn; a model that reads six tokens."""
+    model = FewShotLM(str(llama), "finetune", 3, include_path=str(folder), batch_size=2)
+    asked: Any = [SimpleNamespace(task_name=name, number=n) for n in range(2) for name in ("one", "two")]
+    monkeypatch.setattr(model, "of_task", lambda name, answer, some, quiet: [(name, r.number) for r in some])
+    assert model.by_task(None, asked, True) == [("one", 0), ("two", 0), ("one", 1), ("two", 1)]
+    whole = model.examples("choice")
+    model._max_length = 6
+    for row, cut in zip(whole, model.examples("choice"), strict=True):
+        assert len(row.input_ids) > 6
+        assert [*cut.input_ids] == [*row.input_ids[-6:]]
+        assert [*cut.token_labels] == [*row.token_labels[-6:]]
 
 
 def test_adapters_learn_each_example_behind_the_others(folder, llama):

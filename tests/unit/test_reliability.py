@@ -142,6 +142,11 @@ def test_a_given_watchdog_bound_begins_with_the_first_step():
     assert stage.text == "outer step 1, task 1, pass 2"
     stage.begin_phase("waiting")
     assert stage.text == "outer step 1, waiting"
+    stage.leave_out(2)
+    assert stage.elapsed_s == pytest.approx(4, abs=0.9)
+    assert not stage.is_overdue
+    stage.leave_out(9)  # no stage begins later than now
+    assert stage.elapsed_s >= 0
 
 
 def test_a_stack_names_file_and_line():

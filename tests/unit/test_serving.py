@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import fmmeta
 from fmmeta.adaptation import folder as folders
+from fmmeta.learners.files import ADAPTER_FILE
 from fmmeta.learners.load import describe, load_learner
 from tests.support.exports import inputs
 from tests.support.models import save_bert, write_classes
@@ -160,6 +161,9 @@ def test_tokenizers_of_many_tasks_are_one_file(llama, tmp_path, monkeypatch):
     tokenizers = {(tmp_path / "out" / name / "tokenizer.json").stat().st_ino for name in tasks}
     configs = {(tmp_path / "out" / name / "fmmeta.json").stat().st_ino for name in tasks}
     assert (len(tokenizers), len(configs)) == (1, 4)
+    weights = {(tmp_path / "out" / name / ADAPTER_FILE).read_bytes() for name in ("alice", "dave")}
+    assert len(weights) == 2
+    assert all(len(file) > 2**12 for file in weights)
     assert not [*(tmp_path / "out").glob("*/.*")]
     shutil.copytree(tmp_path / "out" / "bob", tmp_path / "copy")
     assert (tmp_path / "copy" / "tokenizer.json").stat().st_ino not in tokenizers

@@ -34,7 +34,7 @@ def test_lines_of_metrics(tmp_path):
         {"step": 1, "wait_seconds_by_group/0": 0.5},
         {"step": 2, "valid_accuracy": 0.5},
     ]
-    assert Metrics(tmp_path, 1, True).last == 1
+    assert Metrics(tmp_path, 1, True).last == (1, 1)
 
 
 def best_of(*validations: tuple[float, float], rates=None) -> Best:
