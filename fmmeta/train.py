@@ -133,7 +133,7 @@ class MetaTrainer:
         config = config.but(model_name_or_path=model)
         with world.comm.raise_on_all("looking for metrics"):
             metrics = find_metrics(config, config.metrics, self.metrics)
-        cross = join(config, world.comm)
+        cross = join(config, world.comm, began)
         config = world.run_on_first_rank_of_node(
             f"model_name_or_path={config.model_name_or_path} is being read",
             lambda: fitted_to_model(config),

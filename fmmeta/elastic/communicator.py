@@ -88,6 +88,7 @@ class GroupInfo:
     connection: str  # the quorum that its communicator was connected for; empty: it has none
     computed_by: str  # the connection of the groups that computed its state; empty: it has taken no step
     config_hash: str  # of settings and layout, which all must share
+    began: float = 0.0  # when its processes were started, in seconds since 1970
 
     @property
     def label(self) -> str:
@@ -156,9 +157,11 @@ class ElasticCommunicator(Communicator):
 
     own: gloo communicator of the ranks of this group. `config_hash` and `secret` are set once the settings
     are known (controller.py). met: the store of the present members. meetings: how often they have met there.
-    waited: called with the seconds that this rank has waited for other groups which live.
+    waited: called with the seconds that this rank has waited for other groups which live. began: when the
+    processes of this group were started, in seconds since 1970.
     """
 
+    began = 0.0
     met: Any = None
     meetings = 0
     lighthouse = ""
@@ -237,7 +240,7 @@ class ElasticCommunicator(Communicator):
         """The quorum: a unique name, its members, and the number of other groups listed. Rank 0 of this
         group; the other ranks receive its broadcasts.
         """
-        names = ("fresh", "writes", "connection", "computed_by", "config_hash")
+        names = ("fresh", "writes", "connection", "computed_by", "config_hash", "began")
         data = {name: getattr(self, name) for name in names}
         client.read_min_groups()
         data["min_groups"] = client.min_groups  # not every group can read it (lighthouse.py)

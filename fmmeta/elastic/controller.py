@@ -99,10 +99,10 @@ def transfer_state(
 SECRET = ".elastic-secret"
 
 
-def join(config: Config, own: Communicator) -> ElasticCommunicator | None:
+def join(config: Config, own: Communicator, began: float) -> ElasticCommunicator | None:
     """A communicator across groups, not connected yet; None without --elastic.
 
-    Raises `UsageError`. Collective: world.
+    began: when the processes were started, in seconds since 1970. Raises `UsageError`. Collective: world.
     """
     if not config.elastic:
         return None
@@ -112,7 +112,9 @@ def join(config: Config, own: Communicator) -> ElasticCommunicator | None:
             "elastic=True needs a lighthouse; start `fmmeta lighthouse` and give --lighthouse with what it"
             " prints, or use `fmmeta elastic`, which does both"
         )
-    return ElasticCommunicator(own, lighthouse, config.group_name or f"{platform.node()}-{os.getpid()}")
+    cross = ElasticCommunicator(own, lighthouse, config.group_name or f"{platform.node()}-{os.getpid()}")
+    cross.began = began
+    return cross
 
 
 def with_other_groups(
@@ -256,6 +258,9 @@ class ElasticSchedule(StaticSchedule):
             self.cross.attempt, self.cross.computed_by = (step, self.cross.connection), donor.computed_by
             if run.view.writes:
                 run.logger.write_pending_lines(run.view)
+        for member in groups if not donor.fresh else ():
+            if member.fresh:
+                run.state.goodput.count_start(member.began, run.ranks.world.size)
         self.cross.fresh, self.quorum_step = False, step
         self.cross.bytes_sent = 0  # bytes of a lost attempt and of the transfer do not count
         if members.restarted or self.retries:

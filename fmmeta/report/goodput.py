@@ -47,7 +47,8 @@ class Goodput:
     """The sums of a run. started: when the run began, in seconds since 1970.
 
     at: up to when seconds are counted. ranks: those that took part in the last outer step, of all groups
-    (--elastic); a group that is lost counts to the end of the step in which it is lost.
+    (--elastic); a group that is lost counts to the end of the step in which it is lost, and one that joins
+    from its start.
     """
 
     def __init__(self, started: float) -> None:
@@ -73,6 +74,10 @@ class Goodput:
             "useful_share": useful / max(self.seconds - before, useful, 1e-9),
             "goodput_percent": self.percent,
         }
+
+    def count_start(self, began: float, ranks: int) -> None:
+        """Count the start of ranks that join (--elastic), up to when seconds are counted."""
+        self.seconds += ranks * max(0.0, self.at - began)
 
     @property
     def percent(self) -> float:

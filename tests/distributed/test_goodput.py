@@ -7,6 +7,7 @@ import pytest
 
 from harness.elastic import Trial
 from harness.fork_server import shared
+from tests.support.pass_seconds import START_S
 from tests.support.short_runs import QUICK, steps_of, until
 
 SLOWLY = {"episode_transforms": "tests.support.short_runs:slow_episode"}
@@ -45,7 +46,7 @@ def test_each_task_is_useful_once_after_a_kill(flags, tmp_path, settings, second
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
 def test_each_task_is_useful_once_after_a_group_was_lost(tmp_path, schedule):
-    """A group of three is killed, and comes back. Finished tasks that are kept count too."""
+    """A group of three is killed, and comes back. Finished tasks that are kept count too, and each start."""
     pytest.importorskip("torchft", reason="elastic groups need torchft")
     settings = {
         **QUICK,
@@ -72,4 +73,6 @@ def test_each_task_is_useful_once_after_a_group_was_lost(tmp_path, schedule):
     finally:
         trial.close()
     assert trial.code == 0, "\n".join(trial.log[-50:])
-    assert json.loads((trial.folder / "run.json").read_text())["goodput"]["useful_seconds"] == 240
+    found = json.loads((trial.folder / "run.json").read_text())["goodput"]
+    assert found["useful_seconds"] == 240
+    assert round(found["rank_seconds"] / START_S) == 4  # three groups, one of which has started twice
