@@ -707,7 +707,7 @@ MUTANTS = (
         ELASTIC,
     ),
     Mutant(
-        "a group that gives up tells nobody",
+        "a group that gives up does not mark the next meeting",
         "elastic/communicator.py",
         'refuses(host) or met.compare_set(f"{here}/all"',
         'refuses(host) or met.compare_set(f"{here}/gone"',
