@@ -360,7 +360,7 @@ class ElasticCommunicator(Communicator):
         """
         members = [(label(name), name, address) for name, address in self.others]
         beats = heartbeats(self.lighthouse)
-        # a lighthouse that was started again names a group once it has heard of it
+        # a lighthouse that was started again names a group after its first heartbeat
         listed = not beats or self.name not in beats
         unknown = frozenset() if listed else {name for _, name, _ in members} - beats.keys()
         silent = {name for name, is_old in beats.items() if is_old} | (unknown & self.not_listed)

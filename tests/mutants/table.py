@@ -691,7 +691,7 @@ MUTANTS = (
         GOODPUT,
     ),
     Mutant(
-        "goodput goes on from the checkpoint of another run",
+        "goodput continues from the checkpoint of another run",
         "training/state.py",
         "            self.goodput.restart(started)\n",
         "            pass\n",
@@ -771,7 +771,7 @@ MUTANTS = (
         ("unit/test_layout.py",),
     ),
     Mutant(
-        "the harness goes on with the weights of a task",
+        "the harness continues with the weights of a task",
         "adaptation/lm_eval.py",
         "        self.learner.model.worker.write(self.learner.theta)\n",
         "",

@@ -383,7 +383,7 @@ def together(monkeypatch):
 
 
 def outcome(cross: ElasticCommunicator, times: int = 1) -> str:
-    """`met`, or why this group does not go on to the sum."""
+    """`met`, or why this group does not begin the sum."""
     try:
         for _ in range(times):
             cross._meet("a sum")
@@ -431,7 +431,7 @@ def test_a_member_that_a_restarted_lighthouse_does_not_know_is_silent(together, 
 
 @pytest.mark.parametrize("leaves", [ElasticCommunicator.disconnect, ElasticCommunicator.leave])
 def test_groups_that_meet_do_not_wait_for_one_that_gives_up_or_leaves(together, leaves):
-    """Its process and its heartbeats go on."""
+    """Its process continues, with its heartbeats."""
     waiting, other = together.group(0, 2), together.group(1, 2)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(outcome, waiting)
