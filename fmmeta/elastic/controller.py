@@ -272,7 +272,7 @@ class ElasticSchedule(StaticSchedule):
         if members.restarted or (every and step % every == 0):
             check_replicas(run.ranks, run.theta, f"after outer step {step}", run.worker.params.replicated)
         if members.writer == members.here and not run.view.writes:
-            self._become_writer(LOCK_S)
+            self._become_writer(0.0 if self.refusal else LOCK_S)
         self.membership = members
         if members.restarted:
             noun, labels = "group" if len(groups) == 1 else "groups", ", ".join(one.label for one in groups)
