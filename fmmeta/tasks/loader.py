@@ -157,6 +157,7 @@ SHORT_MIB = 64  # free shared memory that may be the cause where loader processe
 POLL_S = 1.0  # between looks at loader processes that prepare a task for too long
 GRACE_S = 2.0  # after load_timeout, in which a loader process ends the task itself
 WAIT_SHARE = 0.01  # of an outer step: `auto` starts loader processes if loading takes more
+START_S = 5.0  # of a core, that a loader process takes to import what it runs: shorter loading stays here
 MEASURED = 3  # outer steps loaded in the training process before `auto` decides
 
 
@@ -301,9 +302,9 @@ class EpisodeLoader:
         self.load_s += sum(one.seconds for one in loaded)
         return loaded
 
-    def choose_num_workers(self, step_seconds: float) -> int | None:
-        """`auto`: after a few outer steps, which took `step_seconds` in all, say how many processes it takes,
-        and use them.
+    def choose_num_workers(self, step_seconds: float, steps_left: float) -> int | None:
+        """`auto`: after a few outer steps, which took `step_seconds` in all, say how many processes it takes
+        for the steps that are left, and use them.
         """
         self.rounds += 1
         if self.rounds == 1:
@@ -312,7 +313,7 @@ class EpisodeLoader:
             return None
         self.auto = False
         load, step = self.load_s - self.warm[0], step_seconds - self.warm[1]
-        if load > WAIT_SHARE * step:
+        if load > WAIT_SHARE * step and load * steps_left > START_S * (MEASURED - 1):
             prepared = 2 * load * max(1, self.claiming_groups)
             self.num_workers = min(self.budget, math.ceil(prepared / max(step - load, 1e-9)))
         return self.num_workers

@@ -253,9 +253,9 @@ class TrainingEpisodes(EpisodeReader):
         if not self.finished:
             self.errors = []
 
-    def tune_workers(self, step_seconds: float) -> None:
+    def tune_workers(self, step_seconds: float, steps_left: int) -> None:
         """Let the loader choose its number of processes; print its warnings."""
-        chosen = self.loader.choose_num_workers(step_seconds)
+        chosen = self.loader.choose_num_workers(step_seconds, steps_left)
         if chosen is not None:
             share = 100 * (self.loader.load_s - self.loader.warm[0]) / (step_seconds - self.loader.warm[1])
             self.notice(f"num_workers=auto: {chosen} (loading takes {share:.2g} % of an outer step)")

