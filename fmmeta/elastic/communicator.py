@@ -361,10 +361,9 @@ class ElasticCommunicator(Communicator):
         members = [(label(name), name, address) for name, address in self.others]
         beats = heartbeats(self.lighthouse)
         # a lighthouse that was started again names a group after its first heartbeat
-        listed = not beats or self.name not in beats
-        unknown = frozenset() if listed else {name for _, name, _ in members} - beats.keys()
+        unknown = frozenset(name for _, name, _ in members if name not in beats and self.name in beats)
         silent = {name for name, is_old in beats.items() if is_old} | (unknown & self.not_listed)
-        self.not_listed = frozenset(unknown)
+        self.not_listed = unknown
         lost = [shown for shown, name, address in members if name in silent or refuses(address)]
         return f"group {', '.join(lost)} has ended, or is stopped or cut off" if lost else ""
 

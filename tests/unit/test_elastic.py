@@ -72,7 +72,7 @@ def test_which_lost_groups_are_reported(monkeypatch, listed, gone, min_groups, r
 
 def test_a_member_that_ends_while_the_others_connect_is_noticed_at_once():
     cross, over = object.__new__(ElasticCommunicator), threading.Event()
-    cross.others = [("b:1", f"127.0.0.1:{free_port()}")]
+    cross.name, cross.others = "a:1", [("b:1", f"127.0.0.1:{free_port()}")]
     try:
         with pytest.raises(RuntimeError, match="group b has ended"):
             cross._unless_lost(over.wait)  # which does not return
