@@ -415,13 +415,9 @@ class ElasticCommunicator(Communicator):
                 if failure:
                     given_up.set()
                     wait([result], SILENT_S)  # a store of a group that is stopped does not answer
-            if result.done():
-                if result.exception() is not None:
-                    failure = one_line(result.exception())
-                elif result.result():
-                    failure = ""
-                else:
-                    failure = failure or "another group has ended or given up"
+            if result.done():  # an error is one of the store, whose group has ended
+                all_here = result.exception() is None and result.result()
+                failure = "" if all_here else failure or "another group has ended or given up"
             if not self._is_pending(doing, failure, not result.done()):
                 return
             self.waited(time.monotonic() - asked)

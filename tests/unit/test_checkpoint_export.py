@@ -405,37 +405,32 @@ def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path, monkey
     assert "its next 1000 lines are kept until it can" in said[0]
 
 
+def begin_writing(logger: RunLogger, folder: Path, outer_step: int) -> None:
+    """What a group does that takes over the files of a run."""
+    ranks = SimpleNamespace(first=True, world=Communicator(None, 0, 1, torch.device("cpu")))
+    run: Any = SimpleNamespace(folder=folder, state=SimpleNamespace(outer_step=outer_step), ranks=ranks)
+    logger.open(run)
+    logger.write_pending_lines(run)
+
+
 def test_a_new_writer_writes_the_lines_that_nobody_has_written(tmp_path):
     logger, seen = RunLogger(lambda line: seen.append(line["step"])), []
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    alone = Communicator(None, 0, 1, torch.device("cpu"))
-    run = SimpleNamespace(
-        folder=tmp_path,
-        state=SimpleNamespace(outer_step=4),
-        ranks=SimpleNamespace(first=True, world=alone),
-    )
     for step in (1, 2, 3, 4, 5):
         logger._log({"step": step})
-    logger.open(run)
-    logger.write_pending_lines(run)
+    begin_writing(logger, tmp_path, 4)
     assert metrics_of(tmp_path) == [{"step": step} for step in (1, 2, 3, 4)]
     assert seen == [1, 2, 3, 4, 5, 2, 3, 4]
 
 
 @pytest.mark.parametrize("written", [1, 2, 3])
 def test_a_validation_that_the_last_writer_has_not_written_is_written(tmp_path, written):
-    """It has the step of the line before it.."""
+    """Its step is that of the line before it."""
     lines = [{"step": 4, "seconds": 1.0}, {"step": 4, "valid_loss": 2.0}, {"step": 5, "seconds": 1.0}]
     logger = RunLogger(lambda line: None)
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines[:written]))
-    run = SimpleNamespace(
-        folder=tmp_path,
-        state=SimpleNamespace(outer_step=5),
-        ranks=SimpleNamespace(first=True, world=Communicator(None, 0, 1, torch.device("cpu"))),
-    )
     for line in lines:
         logger._log(line)
-    logger.open(run)
-    logger.write_pending_lines(run)
-    logger.write_pending_lines(run)
+    begin_writing(logger, tmp_path, 5)
+    begin_writing(logger, tmp_path, 5)
     assert metrics_of(tmp_path) == lines

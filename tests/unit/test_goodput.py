@@ -171,13 +171,6 @@ def diverges(task):
 DIVERGES = replace(FOMAML, name="diverges", rule=diverges)
 
 
-def test_a_task_that_is_not_finite_is_not_useful(tmp_path, monkeypatch):
-    monkeypatch.setattr(PassClock, "of_a_task", lambda self: 1.0)
-    run = run_of(tmp_path, Pause(), algorithm=f"{__name__}:DIVERGES")
-    assert run["goodput"]["useful_seconds"] == 6.0
-    assert [line["skipped_tasks"] for line in metrics_of(tmp_path)] == [1] * 6
-
-
 def overflows(task):
     """The mean of the third outer step is not finite, though its tasks are."""
     result = FOMAML.rule(task)
@@ -189,11 +182,12 @@ def overflows(task):
 OVERFLOWS = replace(FOMAML, name="overflows", rule=overflows)
 
 
-def test_an_outer_step_without_an_update_is_not_useful(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("rule", "useful", "skipped"), [("DIVERGES", 6.0, 1), ("OVERFLOWS", 10.0, 0)])
+def test_passes_that_theta_does_not_learn_from_are_not_useful(tmp_path, monkeypatch, rule, useful, skipped):
     monkeypatch.setattr(PassClock, "of_a_task", lambda self: 1.0)
-    run = run_of(tmp_path, Pause(), algorithm=f"{__name__}:OVERFLOWS")
-    assert run["goodput"]["useful_seconds"] == 10.0
-    assert [line["skipped_tasks"] for line in metrics_of(tmp_path)] == [0] * 6
+    run = run_of(tmp_path, Pause(), algorithm=f"{__name__}:{rule}")
+    assert run["goodput"]["useful_seconds"] == useful
+    assert [line["skipped_tasks"] for line in metrics_of(tmp_path)] == [skipped] * 6
 
 
 PACE = {
