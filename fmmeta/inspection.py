@@ -15,6 +15,8 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import printable, redact
 from fmmeta.common.text import counted, shortened
+from fmmeta.config.conflicts import of_training
+from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config, ModelConfig, SamplingConfig, TaskConfig
 from fmmeta.learners.files import trained_with
 from fmmeta.learners.from_gguf import as_folder
@@ -56,6 +58,7 @@ def run(settings: InspectConfig) -> None:
             f"task_type={config.task_type} has documents and no rows to show; fmmeta train says at its start"
             " which of them it uses"
         )
+    refuse_first(of_training(config))
     config = config.but(model_name_or_path=as_folder(config.model_name_or_path, print))
     description = describe(config)
     config = fitted_to_model(config)

@@ -13,6 +13,7 @@ from fmmeta.common.install import warn_untested
 from fmmeta.common.processes import refuse_while_importing, restored_process
 from fmmeta.common.progress import Progress, Warn, terminal_log
 from fmmeta.common.text import shortened
+from fmmeta.config.conflicts import of_training
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.learners import GIVEN, give
 from fmmeta.config.settings import Config
@@ -106,6 +107,7 @@ class MetaTrainer:
         """
         if not isinstance(self.config, Config):
             raise UsageError(f"config={shortened(self.config)} is no Config; give fmmeta.Config(...)")
+        refuse_first(of_training(self.config))
         refuse_while_importing(call)
         with ExitStack() as closing:
             closing.enter_context(restored_process())

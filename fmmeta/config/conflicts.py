@@ -8,7 +8,7 @@ nor other processes; `settings.py` calls it and raises. Conflicts of one algorit
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,21 @@ def problems(c: Any) -> Iterator[str]:
         of_several_tasks(c) if c.tasks_per_pass != "1" else [],
     ):
         yield from (text for is_there, text in conflicts if is_there)
+
+
+def of_training(c: Any) -> Conflicts:
+    """Settings without effect on training alone: `evaluate` and `adapt` set them where a model has no head.
+    What a user's kind of task reads is not known.
+    """
+    defaults = replace(c, n_way=None, head_init=None)
+    read = {"n_way": c.draws_classes or c.learner.has_head, "head_init": c.learner.has_head}
+    return [
+        (
+            not (known or ":" in c.task_type) and getattr(c, name) != getattr(defaults, name),
+            f"{name}={getattr(c, name)} means nothing for task_type={c.task_type}; leave it out",
+        )
+        for name, known in read.items()
+    ]
 
 
 def of_run(c: Any) -> Conflicts:
@@ -386,10 +401,6 @@ def of_stream(c: Any) -> Conflicts:
     spec = find(c.algorithm)
     return [
         *excluded_by_kind(c, OF_STREAM),
-        *(
-            (excluded, f"{name}={getattr(c, name)} means nothing for task_type={c.task_type}; leave it out")
-            for name, excluded in {"n_way": c.n_way != 5, "head_init": c.head_init == "prototype"}.items()
-        ),
         (
             c.max_staleness and spec.order > 1,
             f"max_staleness={c.max_staleness} with algorithm={c.algorithm} is implemented for first-order"

@@ -21,6 +21,8 @@ from fmmeta.planning.layouts import PlannedLayout, Planner, Strategy
 from fmmeta.planning.machines import find
 from fmmeta.planning.settings import PlanConfig
 
+ADAPTERS = "adapters (LoRA)"
+
 
 def run(plan: PlanConfig) -> None:
     """Print the plan. Raises `UsageError` if nothing fits."""
@@ -48,17 +50,19 @@ def run(plan: PlanConfig) -> None:
 
 def best(layouts: Sequence[PlannedLayout]) -> dict[str, list[PlannedLayout]]:
     """The fastest layout that fits for each group size, ZeRO stage and model split, by what is trained."""
-    found: dict[str, dict[tuple[int, ...], PlannedLayout]] = {"all weights": {}, "adapters (LoRA)": {}}
+    found: dict[str, dict[tuple[int, ...], PlannedLayout]] = {"all weights": {}, ADAPTERS: {}}
     for one in layouts:
         way = one.strategy
         if not one.lacking:
-            trained = "adapters (LoRA)" if way.lora_r else "all weights"
+            trained = ADAPTERS if way.lora_r else "all weights"
             found[trained].setdefault((way.group_size, way.zero_stage, way.stages, way.tensor), one)
     return {trained: list(ways.values()) for trained, ways in found.items() if ways}
 
 
 def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     plan, base, found = planner.plan, planner.base, best(layouts)
+    if base.outer_parameters and ADAPTERS in found:
+        found[f"outer parameters: {' '.join(base.outer_parameters)}"] = found.pop(ADAPTERS)
     (trained, *_), _ = planner.counts(0, 1, 1)
     classes = base.largest_way
     nodes = f" ({plan.gpus_per_node} a node)" if plan.gpus > plan.gpus_per_node else ""
@@ -84,7 +88,7 @@ def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
                 f" {counted(plan.tasks, 'task')} an outer step: give --gpus {busy}, --meta_batch_size"
                 f" {fastest.groups} or more, or a larger --group_size",
             ]
-        if len(found) > 1:
+        if {*found} == {"all weights", ADAPTERS}:
             (_, whole), (_, adapters) = found.items()
             cheaper = whole[0].step.total / adapters[0].step.total
             lines += ["", f"a task costs {number(cheaper)} times less with adapters than with all weights"]

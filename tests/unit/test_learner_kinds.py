@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fmmeta import MetaTrainer, inspection
 from fmmeta.config.learners import BUILT_IN, CAUSAL_LM, CLASSIFICATION, LearnerSpec
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import loss_of
@@ -19,6 +20,7 @@ from fmmeta.learners.files import remembered
 from fmmeta.learners.load import describe, load_tokenizer
 from tests.support.helpers import refusal, stored_by
 from tests.support.launch import ROOT, python
+from tests.support.messages import check_message
 from tests.support.models import save, save_llama, tiny
 
 TAGS = {"task_type": "token_classification"}
@@ -139,6 +141,18 @@ def test_other_rows_are_refused_in_one_line(settings, row, message):
 )
 def test_settings_that_do_not_go_with_a_kind_are_refused(settings, message):
     assert message in refusal(Config, **settings)
+
+
+@pytest.mark.parametrize("kind", ["causal_lm", "seq2seq", "preference", "stream"])
+@pytest.mark.parametrize(("name", "value"), [("n_way", 3), ("head_init", "learned")])
+def test_settings_of_heads_are_refused_by_training_where_a_model_has_none(name, value, kind):
+    """`Config` accepts them, as other commands set them."""
+    settings = {"task_type": kind, name: value}
+    refused = [refusal(MetaTrainer(Config(lora_r=4, **settings)).train)]
+    if kind != "stream":  # documents have no rows to show
+        refused.append(refusal(inspection.run, inspection.InspectConfig(**settings)))
+    for text in refused:
+        check_message(text, f"{name}={value} means nothing for task_type={kind}", "leave it out")
 
 
 def test_models_that_are_no_encoder_with_a_decoder_are_refused(tmp_path):

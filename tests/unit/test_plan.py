@@ -517,6 +517,10 @@ def test_the_command_prints_a_table_or_json(capfd, folders):
     parts = ("2 GPUs of 8 GiB", "from data sheets", "all weights", "adapters (LoRA)", "'my rows.jsonl'")
     parts += ("memory of a rank, all weights: weights ", "times less with adapters than with all weights")
     check_text(text, *parts, "deepspeed --num_gpus 2 launch/train.py")
+    base_trained = ["--lora_r", "8", "--inner_parameters", "adapters", "--outer_parameters", "body"]
+    text = exit_of(capfd, *argv, "8", *base_trained)[1]
+    check_text(text, "\nouter parameters: body\n", "# outer parameters: body")
+    assert "adapters (LoRA)" not in text
     output = json.loads(exit_of(capfd, *argv, "8", "--json")[1])
     layouts, one = output["layouts"], output["layouts"][0]
     assert (output["gpus"], output["profile"]["name"], one["fits"]) == (2, "a100", True)

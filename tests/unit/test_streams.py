@@ -371,8 +371,6 @@ def test_a_file_that_is_no_text_and_documents_that_are_all_too_short_are_refused
             ["algorithm=fomaml with task_type=stream", "use ttt, reptile, joint or none"],
         ),
         ({"inner_optimizer": "adamw"}, ["inner_optimizer=adamw with algorithm=ttt", "leave it out"]),
-        ({"n_way": 3}, ["n_way=3 means nothing for task_type=stream", "leave it out"]),
-        ({"head_init": "prototype"}, ["head_init=prototype means nothing for task_type=stream"]),
         ({"max_staleness": 1}, ["max_staleness=1 with algorithm=ttt", "use --algorithm reptile, or leave"]),
         ({"k_shot": 3}, ["k_shot=3 with task_type=stream", "leave it out"]),
         ({"num_query": 2}, ["num_query=2 with task_type=stream", "leave it out"]),
