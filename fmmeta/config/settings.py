@@ -373,6 +373,7 @@ class TaskConfig(RowConfig):
         most=1,
         resume="free",
         keyed=True,
+        needs=("on_bad_task", "skip"),
     )
     max_file_gib: float = setting(
         16.0,

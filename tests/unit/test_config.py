@@ -35,6 +35,7 @@ COMPANIONS = {
     ("chunks", 1): STREAM,
     ("second_order", "autograd"): {"algorithm": "maml"},
     ("second_order", "differences"): {"algorithm": "maml"},
+    ("max_bad_fraction", 0): {"on_bad_task": "skip"},
 }
 LEAST_NEEDS = {
     "first_order_steps": "maml",
@@ -200,6 +201,7 @@ def test_default_rates_follow_model_and_optimizer(settings, name, rate):
             ("tasks_per_pass=²", "use auto, or 1 or more"),
         ),
         ({"max_bad_fraction": 1.5}, ("max_bad_fraction=1.5", "use 0 or more, up to 1")),
+        ({"max_bad_fraction": 0.5}, ("means nothing for on_bad_task=raise", "use --on_bad_task skip")),
         (
             {"task_type": "causal_lm", "text_column": "t"},
             ("text_column=t", "task_type=causal_lm", "leave it out"),
