@@ -127,14 +127,14 @@ def of_training(c: Any) -> Conflicts:
     """Settings without effect on training alone: `evaluate` and `adapt` set them where a model has no head.
     What a user's kind of task reads is not known.
     """
-    defaults = replace(c, n_way=None, head_init=None)
-    read = {"n_way": c.draws_classes or c.learner.has_head, "head_init": c.learner.has_head}
+    known = c.learner.has_head or ":" in c.task_type
+    unread = [name for name, is_read in {"n_way": c.draws_classes, "head_init": False}.items() if not is_read]
     return [
         (
-            not (known or ":" in c.task_type) and getattr(c, name) != getattr(defaults, name),
+            getattr(c, name) != getattr(replace(c, **{name: None}), name),
             f"{name}={getattr(c, name)} means nothing for task_type={c.task_type}; leave it out",
         )
-        for name, known in read.items()
+        for name in ([] if known else unread)
     ]
 
 
