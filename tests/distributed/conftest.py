@@ -4,7 +4,7 @@ import pytest
 
 from harness.fork_server import shared
 from tests.support.models import write_classes
-from tests.support.short_runs import QUICK
+from tests.support.short_runs import QUICK, QUICK_PAIRS
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def flags(short_data):
 
     def of(folder, **given):
         settings = {
-            **QUICK,
+            **(QUICK if given.get("task_type") in (None, "classification") else QUICK_PAIRS),
             "dataset": short_data,
             **({} if folder is None else {"output_dir": folder}),
             **given,

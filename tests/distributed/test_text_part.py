@@ -155,7 +155,7 @@ def test_the_whole_model_works_with_what_is_written(tmp_path, family):
     folder = save(whole(family).to(torch.bfloat16), tmp_path / "whole")
     base = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     before = logits_of(base)
-    run = {"task_type": "causal_lm", "dataset": [str(write_pairs(tmp_path / "pairs.jsonl"))], "n_way": 2}
+    run = {"task_type": "causal_lm", "dataset": [str(write_pairs(tmp_path / "pairs.jsonl"))]}
     run |= {"k_shot": 2, "num_query": 2, "meta_batch_size": 2, "inner_steps": 1, "outer_steps": 2}
     run |= {"eval_episodes": 0, "max_length": 32}
 

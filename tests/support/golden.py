@@ -43,7 +43,7 @@ SHORT: dict[str, Any] = {
     "logging_steps": 1,
     "num_workers": 0,
 }
-PAIRS = {"task_type": "causal_lm", "k_shot": 2, "num_query": 1}
+PAIRS = {"task_type": "causal_lm", "n_way": 5, "k_shot": 2, "num_query": 1}
 ALGORITHMS = [
     "fomaml",
     "maml",

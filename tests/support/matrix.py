@@ -631,7 +631,7 @@ class ParityFixture:
             "task_type": "causal_lm" if causal else "classification",
             "pooling": "mean" if case.model.startswith(CLASSIFIER) else "auto",
             "head_init": case.head,
-            "n_way": 2 if causal else 5,
+            "n_way": 5,
             "k_shot": 5 if causal else 3 if case.head == "prototype" else 1,
             "num_query": 3,
             "meta_batch_size": 3,

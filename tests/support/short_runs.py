@@ -28,6 +28,7 @@ QUICK = {
     "eval_episodes": 0,
     "logging_steps": 1,
 }
+QUICK_PAIRS = {name: value for name, value in QUICK.items() if name != "n_way"}  # without classes
 LONG = {"outer_steps": 12, "save_steps": 5, "episode_transforms": "tests.support.short_runs:slow_episode"}
 
 

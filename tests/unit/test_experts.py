@@ -33,7 +33,7 @@ from tests.support.messages import check_message
 from tests.support.models import MIXTURES, WORDS, save, save_family, tiny, write_pairs
 
 AUX = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-RUN = {"task_type": "causal_lm", "n_way": 2, "k_shot": 5, "num_query": 3, "meta_batch_size": 2}
+RUN = {"task_type": "causal_lm", "k_shot": 5, "num_query": 3, "meta_batch_size": 2}
 RUN |= {"inner_steps": 2, "inner_lr": 0.1, "outer_steps": 2, "outer_optimizer": "sgd", "outer_lr": 0.5}
 RUN |= {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "weight_decay": 0.0, "eval_episodes": 0}
 

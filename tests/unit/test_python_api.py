@@ -510,7 +510,8 @@ SCORED = {
 
 def trained(folder, model="tiny", data="letters", own=(), **settings):
     given = {"model_name_or_path": str(model), "dataset": [str(data)], "output_dir": str(folder), **settings}
-    return MetaTrainer(Config(**{**SCORED, **given}), metrics=own).train()
+    ways = {"n_way": None} if "task_type" in settings else {}
+    return MetaTrainer(Config(**{**SCORED, **ways, **given}), metrics=own).train()
 
 
 class Seen(fmmeta.Callback):

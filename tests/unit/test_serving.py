@@ -25,7 +25,7 @@ from tests.support.serving import (
     shapes_of,
     vllm_problems,
 )
-from tests.support.short_runs import QUICK
+from tests.support.short_runs import QUICK, QUICK_PAIRS
 
 PAIRS = [("river", "stone"), ("maple", "copper"), ("silver", "quiet"), ("ribbon", "pepper")]
 CLASSES = [("river stone", "a"), ("river maple", "a"), ("copper quiet", "b"), ("copper ribbon", "b")]
@@ -70,7 +70,8 @@ def made(base: Path, how: str, out: Path, **settings) -> Path:
         rows = [json.loads(line) for line in data.read_text().splitlines()]
         pairs = [{"task": row["label"], "input": row["text"], "output": row["text"][:5]} for row in rows]
         data.write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    given = {**QUICK, **settings, "model_name_or_path": str(base), "dataset": [str(data)], "lora_r": 8}
+    short = QUICK_PAIRS if settings.get("task_type") else QUICK
+    given = {**short, **settings, "model_name_or_path": str(base), "dataset": [str(data)], "lora_r": 8}
     config = fmmeta.Config(**given, outer_steps=2, save_steps=0, output_dir=str(out))
     return fmmeta.MetaTrainer(config).train().output_dir / "model"
 
