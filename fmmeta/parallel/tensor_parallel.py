@@ -39,8 +39,7 @@ from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.process_groups import subgroup
 
 COLUMN, ROW = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
-PARTIAL = "replicated_with_grad_allreduce"
-TABLE = "embedding_rowwise"
+PARTIAL, TABLE = "replicated_with_grad_allreduce", "embedding_rowwise"
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 OfRanks = Callable[[Tensor, Communicator], Tensor]
 
