@@ -9,6 +9,7 @@ configuration):
     rowwise_split_input      as rowwise; every rank has the complete input and takes its part
     replicated_with_grad_allreduce    complete on every rank, applied to the rank's attention heads (norms of
                              queries and keys): gradients are summed
+    embedding_rowwise        transformers splits the table by tokens; here it is complete on every rank
 
 All other weights are complete on every rank, and so are their gradients. Of a layer with LoRA,
 y = W x + B A x, B is split as W where W is split by rows, and A where W is split by columns.
@@ -38,7 +39,7 @@ from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.process_groups import subgroup
 
 COLUMN, ROW = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
-PARTIAL = "replicated_with_grad_allreduce"
+PARTIAL, TABLE = "replicated_with_grad_allreduce", "embedding_rowwise"
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 OfRanks = Callable[[Tensor, Communicator], Tensor]
 
@@ -173,6 +174,8 @@ def own_subgroup(group: Communicator, marks: Sequence[Any]) -> Communicator:
 def plan_of(hf_config: Any, size: int) -> dict[str, str]:
     """How each linear layer of the base model is split over `size` ranks: name pattern -> kind.
 
+    Token embeddings are left out: they stay complete.
+
     Raises `UsageError` for a model that cannot be split into `size` equal parts.
     """
     flag, name = f"tensor_parallel_size={size}", hf_config.model_type
@@ -182,7 +185,7 @@ def plan_of(hf_config: Any, size: int) -> dict[str, str]:
             f"{flag}: transformers has no tensor-parallel plan for model_type={name}; use pipeline stages or"
             " ZeRO 3 for this one"
         )
-    unknown = sorted(set(plan.values()) - {*COLUMN, *ROW, PARTIAL})
+    unknown = sorted(set(plan.values()) - {*COLUMN, *ROW, PARTIAL, TABLE})
     if unknown:
         raise UsageError(
             f"{flag}: the plan of model_type={name} has layers of kind {', '.join(unknown)}, which are not"
@@ -192,7 +195,7 @@ def plan_of(hf_config: Any, size: int) -> dict[str, str]:
         value = getattr(hf_config, setting, None)
         if value is not None and value % size:
             raise UsageError(f"{flag} does not divide {setting}={value} of the model; use a divisor of it")
-    return dict(plan)
+    return {pattern: kind for pattern, kind in plan.items() if kind != TABLE}
 
 
 def sharing_ranks(hf_config: Any, size: int) -> Callable[[str], int]:

@@ -79,6 +79,16 @@ def test_models_that_cannot_be_split_are_refused(family, settings, size, parts):
     check_message(refusal(plan_of, AutoConfig.for_model(family, **settings), size), *parts)
 
 
+def test_an_embedding_that_the_plan_splits_stays_complete():
+    """GPT-NeoX has such a plan since transformers 5.24."""
+    config = AutoConfig.for_model("llama")
+    config.base_model_tp_plan = {**config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    assert "embed_tokens" not in plan_of(config, 2)
+    shared_by = sharing_ranks(config, 2)
+    assert shared_by("hf.model.embed_tokens.weight") == 1
+    assert shared_by("hf.model.layers.0.mlp.up_proj.weight") == 2
+
+
 def test_parameters_beside_split_layers_need_a_plan():
     """Phi's optional norms of queries and keys are applied to some heads of a rank; no plan names them."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
