@@ -16,14 +16,14 @@ from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import PendingWork
 from fmmeta.training.profiler import KINDS, Clock, wrapped
 from tests.support.launch import ROOT, train
-from tests.support.short_runs import QUICK, metrics_of
+from tests.support.short_runs import QUICK, QUICK_PAIRS, metrics_of
 
-SHORT = {**QUICK, "outer_steps": 4, "meta_batch_size": 2, "inner_steps": 3, "save_steps": 0, "profile": True}
+SHORT = {"outer_steps": 4, "meta_batch_size": 2, "inner_steps": 3, "save_steps": 0, "profile": True}
 
 
 def profiled(folder: Path, **settings: Any) -> dict[str, Any]:
     """The profile of a run of one process."""
-    MetaTrainer(Config(**{**SHORT, **settings}, output_dir=str(folder))).train()
+    MetaTrainer(Config(**{**QUICK, **SHORT, **settings}, output_dir=str(folder))).train()
     return json.loads((folder / "run.json").read_text())["profile"]
 
 
@@ -107,7 +107,7 @@ def slow(episode, rng):
     ],
 )
 def test_the_profile_holds_seconds_by_rank(tmp_path, settings, busy, idle):
-    train(tmp_path, 2, task_type="causal_lm", **{**SHORT, **settings}).ok()
+    train(tmp_path, 2, task_type="causal_lm", **{**QUICK_PAIRS, **SHORT, **settings}).ok()
     by_rank = json.loads((tmp_path / "run.json").read_text())["profile"]["seconds_by_rank"]
     for rank in range(2):
         assert (tmp_path / f"trace-rank{rank}.json").is_file()
