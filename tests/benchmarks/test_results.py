@@ -33,8 +33,6 @@ UNFINISHED = (
     "ranks",
     "one_step",
     "symbols",
-    "beside",
-    "mteb",
 )
 
 
@@ -73,6 +71,8 @@ DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data"))
         ("intents", "results/classification", 22),
         ("full_way", "results/classification", 6),
         ("small_sets", "results/classification", 0),
+        ("beside", "results/classification", 0),
+        ("mteb", "results/classification", 0),
         ("gradient_steps", "results/classification", 15),
         ("language", "results/language-models", 33),
         ("streams", "results/language-models", 0),
