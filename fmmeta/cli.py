@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import fmmeta
 from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError, usage_errors
 from fmmeta.common.install import warn_untested
-from fmmeta.common.processes import keep_output
+from fmmeta.common.processes import end_process, keep_output
 from fmmeta.common.progress import terminal_log
 from fmmeta.common.security import printable, redact
 from fmmeta.common.text import nearest
@@ -235,7 +235,7 @@ def leave(line: str, code: int, is_rank0: bool = True) -> NoReturn:
         print(printable(redact(f"fmmeta: {line}")), file=sys.stderr, flush=True)
     elif line:
         time.sleep(3)  # launchers kill the other ranks at the first exit, which should be rank 0's
-    sys.exit(code)
+    end_process(code)
 
 
 def global_rank() -> int:

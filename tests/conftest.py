@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fmmeta.common.processes import NATIVE
 from fmmeta.reliability.signals import STOPPING
 from harness import fork_server
 from harness.fork_server import without_ranks
@@ -73,8 +74,9 @@ def back_to(before: Mapping[str, str]) -> None:
 def same_environment():
     """Commands that run in the process of a test take the signals and set variables, RANK among them; so do
     fixtures of a file, which are made before this one. Libraries keep a state of the process: lm_eval starts
-    accelerate's.
+    accelerate's. A command ends the process at once if an earlier test has left a thread in a library.
     """
+    NATIVE.clear()
     back_to(without_ranks(os.environ))
     before, handlers = dict(os.environ), {number: signal.getsignal(number) for number in STOPPING}
     yield

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from fmmeta.checkpoint.read import MANIFEST, STATE, TABLES, Entry, list_complete
 from fmmeta.common.errors import UsageError, usage_errors
-from fmmeta.common.processes import host_bytes
+from fmmeta.common.processes import host_bytes, native_thread
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import sync
 from fmmeta.common.text import to_json
@@ -216,13 +216,9 @@ class Saver:
             tables = {name: table.to("cpu", copy=True) for name, table in tables.items()}
         self.folder, self.failure = folder, ""
         if self.ranks.background is not None:
-            self.thread = threading.Thread(
-                target=self._write,
-                args=(folder, self.ranks.background, pieces, state, tables),
-                name="saver",
-                daemon=True,
+            self.thread = native_thread(
+                "saver", partial(self._write, folder, self.ranks.background, pieces, state, tables)
             )
-            self.thread.start()
             if not copies:
                 self.thread.join()
         if last:
@@ -231,13 +227,8 @@ class Saver:
     def warm(self, vectors: Mapping[str, Tensor]) -> None:
         """Allocate the copies before the first save, in a thread."""
         if self.warming is None:
-            self.warming = threading.Thread(
-                target=self.allocate,
-                args=(rank_slices(vectors, self.params, self.ranks),),
-                name="saver",
-                daemon=True,
-            )
-            self.warming.start()
+            pieces = rank_slices(vectors, self.params, self.ranks)
+            self.warming = native_thread("saver", partial(self.allocate, pieces))
 
     def allocate(self, pieces: Mapping[str, Tensor]) -> bool:
         """Allocate copies of the sizes of `pieces`; False if host memory has no room for them."""
@@ -260,9 +251,9 @@ class Saver:
         return True
 
     def close(self) -> None:
-        """Wait for the pending write of this rank alone, at most EXIT_WAIT_S. Local."""
-        if self.thread is not None:
-            self.thread.join(EXIT_WAIT_S)
+        """Wait for the threads of this rank alone, at most EXIT_WAIT_S each. Local."""
+        for thread in filter(None, (self.thread, self.warming)):
+            thread.join(EXIT_WAIT_S)
 
     @property
     def done(self) -> bool:

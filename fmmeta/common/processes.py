@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
+from weakref import WeakSet
 
 from fmmeta.common.errors import UsageError
 
@@ -245,6 +246,31 @@ def refuse_while_importing(call: str) -> None:
         raise UsageError(
             f'{call} runs while {when}, and would start again; put it below `if __name__ == "__main__":`'
         )
+
+
+NATIVE = WeakSet[threading.Thread]()  # those that `native_thread` has started
+
+
+def native_thread(name: str, work: Callable[[], Any]) -> threading.Thread:
+    """A new daemon thread, started, whose `work` calls into C++ or Rust: a store, a file, a lighthouse.
+
+    If such a call returns while the interpreter is shutting down, the process is aborted (exit code 134).
+    Commands therefore end with `end_process`; a thread that will end soon is better joined.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    NATIVE.add(thread)
+    thread.start()
+    return thread
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit; without the interpreter's shutdown if a `native_thread` is alive."""
+    if any(thread.is_alive() for thread in NATIVE):
+        with suppress(BrokenPipeError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 class TimedOut(BaseException):

@@ -20,7 +20,6 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -35,6 +34,7 @@ from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
 from fmmeta.common.errors import MachineFault, UsageError, one_line, usage_errors
+from fmmeta.common.processes import native_thread
 from fmmeta.common.progress import LOGGER, STDERR
 from fmmeta.config.fields import check_values
 from fmmeta.config.settings import setting
@@ -66,7 +66,7 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
         except Exception as error:
             result.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    native_thread("request", run)
     return result
 
 

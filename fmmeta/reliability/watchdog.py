@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from fmmeta.common.errors import EXIT_FAULT, MachineFault, PeerError, PeerLost, Stopped, UsageError
+from fmmeta.common.processes import native_thread
 from fmmeta.parallel.layout import link_of
 from fmmeta.parallel.process_groups import Communicator, ProcessGroups, SharedStore
 from fmmeta.reliability.signals import Launcher, Signals, process_stat
@@ -136,7 +137,7 @@ class Heartbeats:
         self.changed_at = [0.0] * size  # when the heartbeat of each rank last changed
         self.count, self.written_at = 0, 0.0
         store.set(f"beat/{rank}", "{}")
-        threading.Thread(target=self._beat_until_closed, name="heartbeats", daemon=True).start()
+        self.thread = native_thread("heartbeats", self._beat_until_closed)
 
     @property
     def every_s(self) -> float:
@@ -226,6 +227,8 @@ def watching(
         raise
     finally:
         watchdog.closed.set()
+        if watchdog.heartbeats:
+            watchdog.heartbeats.thread.join(GRACE_S)  # a request to the store; its host may be stopped
 
 
 class Watchdog:

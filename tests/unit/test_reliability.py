@@ -21,7 +21,14 @@ import torch
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.reliability.checks import Spikes
 from fmmeta.reliability.signals import Launcher, Signals, process_stat
-from fmmeta.reliability.watchdog import Heartbeats, WatchdogStage, identity_of, stack_of, this_process
+from fmmeta.reliability.watchdog import (
+    Heartbeats,
+    WatchdogStage,
+    identity_of,
+    stack_of,
+    this_process,
+    watching,
+)
 from fmmeta.training.run import StopAgreement
 from tests.support.short_runs import until
 
@@ -118,6 +125,50 @@ def test_process_of_another_pid_namespace_has_another_identity():
     assert (here, len(there)) == (identity_of(os.getpid()), 2), ran.stderr
     assert there[1] != here[1]
     assert identity_of(2**22 + 1) == []
+
+
+def test_no_heartbeat_is_under_way_after_the_watched_block():
+    asked = threading.Event()
+
+    def get(key):
+        asked.set()
+        time.sleep(0.3)
+        return ""
+
+    world = Mock(gather_bytes=lambda own: [own])
+    groups = Mock(world=world, layout=Mock(launch=Mock(global_rank=0)))
+    with watching(WatchdogStage(None), Mock(get=get), groups, Signals()):
+        assert asked.wait(30)
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeats"]
+
+
+ENDS_DURING_A_REQUEST = """
+import sys, time, torch.distributed
+from contextlib import suppress
+from datetime import timedelta
+from fmmeta.cli import leave
+from fmmeta.common.processes import native_thread
+
+class Late:
+    def __del__(self):
+        time.sleep(1)
+
+def ask():
+    while True:
+        with suppress(Exception):
+            store.wait(["never"], timedelta(seconds=0.02))
+
+store, sys.late = torch.distributed.TCPStore("127.0.0.1", 0, 1, True), Late()
+native_thread("request", ask)
+print("written")
+leave("", 3)
+"""
+
+
+def test_a_process_ends_with_its_own_code_while_a_thread_is_in_a_library():
+    """The thread returns from torch during a shutdown that takes a second, which aborts the process."""
+    ran = subprocess.run([sys.executable, "-c", ENDS_DURING_A_REQUEST], capture_output=True, check=False)
+    assert (ran.returncode, ran.stdout) == (3, b"written\n"), ran.stderr[-2000:]
 
 
 def test_watchdog_bound_follows_the_slowest_step():
