@@ -74,7 +74,8 @@ def back_to(before: Mapping[str, str]) -> None:
 def same_environment():
     """Commands that run in the process of a test take the signals and set variables, RANK among them; so do
     fixtures of a file, which are made before this one. Libraries keep a state of the process: lm_eval starts
-    accelerate's. A command ends the process at once if an earlier test has left a thread in a library.
+    accelerate's. A command skips the interpreter's shutdown, and so ends pytest, if an earlier
+    test has left a `native_thread`.
     """
     NATIVE.clear()
     back_to(without_ranks(os.environ))

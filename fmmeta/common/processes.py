@@ -252,10 +252,10 @@ NATIVE = WeakSet[threading.Thread]()  # those that `native_thread` has started
 
 
 def native_thread(name: str, work: Callable[[], Any]) -> threading.Thread:
-    """A new daemon thread, started, whose `work` calls into C++ or Rust: a store, a file, a lighthouse.
+    """Start a daemon thread for `work` that calls a library in C++ or Rust, such as torch or torchft.
 
     If such a call returns while the interpreter is shutting down, the process is aborted (exit code 134).
-    Commands therefore end with `end_process`; a thread that will end soon is better joined.
+    Join the thread where it ends soon; otherwise end the process with `end_process`, as commands do.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     NATIVE.add(thread)
@@ -264,11 +264,10 @@ def native_thread(name: str, work: Callable[[], Any]) -> threading.Thread:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit; without the interpreter's shutdown if a `native_thread` is alive."""
+    """Exit the process. If a `native_thread` is still alive, the interpreter's shutdown is skipped."""
     if any(thread.is_alive() for thread in NATIVE):
         with suppress(BrokenPipeError):
             sys.stdout.flush()
-            sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 

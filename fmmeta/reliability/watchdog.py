@@ -228,7 +228,7 @@ def watching(
     finally:
         watchdog.closed.set()
         if watchdog.heartbeats:
-            watchdog.heartbeats.thread.join(GRACE_S)  # a request to the store; its host may be stopped
+            watchdog.heartbeats.thread.join(GRACE_S)  # longer only if the store does not answer
 
 
 class Watchdog:
