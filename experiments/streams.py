@@ -3,6 +3,7 @@ cells at the rates that were best on validation documents.
 """
 
 import hashlib
+import shutil
 import time
 from collections import Counter
 from dataclasses import replace
@@ -52,11 +53,17 @@ STREAMS = replace(STREAM, learner=Cached)
 
 
 def documents(study: Study, cell: Cell) -> dict[str, Any]:
-    """Write the texts of `documents` (stratum: files of packages) to a folder; their numbers and digests."""
+    """Write the texts of `documents` (stratum: files of packages) to a folder; their numbers and digests.
+
+    Raises:
+        ValueError: the results are of other texts. No folder is left that the next cell would take.
+    """
     found: dict[str, Any] = {}
+    written = Path(study.folder, "documents.new")
+    shutil.rmtree(written, ignore_errors=True)
     for stratum, pattern in cell.settings["documents"].items():
-        folder, digest = Path(study.folder, "documents", stratum), hashlib.sha256()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder, digest = written / stratum, hashlib.sha256()
+        folder.mkdir(parents=True)
         files = sorted(Path(study.data).glob(pattern))
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
         for file, text in zip(files, texts, strict=True):
@@ -68,16 +75,21 @@ def documents(study: Study, cell: Cell) -> dict[str, Any]:
             "characters": sum(map(len, texts)),
             "sha256": digest.hexdigest(),
         }
+    known = study.results().get("documents", found)
+    if others := [stratum for stratum in found if found[stratum] != known[stratum]]:
+        raise ValueError(
+            f"{study.data}: the texts of {', '.join(others)} are not those of the results; unpack the "
+            "versions of packages that streams.yaml names"
+        )
+    shutil.rmtree(Path(study.folder, "documents"), ignore_errors=True)
+    written.rename(Path(study.folder, "documents"))
     return found
 
 
 def measure(study: Study, cell: Cell) -> dict[str, Any]:
     """Bits per byte of each document, also by position."""
-    if (
-        not Path(study.folder, "documents").is_dir()
-        and documents(study, cell) != study.results()["documents"]
-    ):
-        raise ValueError(f"{study.data}: the texts are others than those of the results")
+    if not Path(study.folder, "documents").is_dir():
+        documents(study, cell)
     Cached.kept = Path(study.folder, "kept")
     Cached.kept.mkdir(exist_ok=True)
     settings = cell.settings

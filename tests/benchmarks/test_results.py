@@ -256,6 +256,14 @@ def test_kept_rows_of_frozen_blocks_change_no_number(tmp_path, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
 
 
+def test_other_documents_than_those_of_the_results_are_refused(tmp_path):
+    """Also when the study is run again: what was written for the refused cell is not taken."""
+    study = Study("streams", data=str(tmp_path / "data"), model="unread", folder=str(tmp_path / "run"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="texts of addresses, git, novel, perl, python are not those"):
+            study.measure(study.cells["choose dynamic evaluation 1"])
+
+
 def test_holms_correction_and_the_test_of_a_cell():
     """P values 0.01, 0.02, 0.03 of three: 0.05 / 3, 0.05 / 2, 0.05; of four the second is above 0.05 / 3."""
     assert holm({"a": 0.03, "b": 0.01, "c": 0.02}) == {"a", "b", "c"}
