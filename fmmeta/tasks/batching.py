@@ -82,12 +82,15 @@ class MicroBatch:
     weights [B]: of a row over the sum of those of all rows or label tokens of the whole set; 0 for a row that
     only fills the batch.
     tokens: of the rows with a weight, without padding.
+    kept: by owner, what a learner's frozen blocks make of the rows (learners/frozen_blocks.py); shared with
+    copies on other devices.
     """
 
     inputs: dict[str, Any]
     targets: dict[str, Tensor]
     weights: Tensor
     tokens: int = 0
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def to(self, device: torch.device) -> "MicroBatch":
         if self.weights.device == device:

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fmmeta.common.errors import UsageError, one_line
 from fmmeta.learners.base import Learner, RowLosses, at_least_fp32, on_device
 from fmmeta.learners.experts import router_names
+from fmmeta.learners.frozen_blocks import FrozenBlocks
 from fmmeta.learners.task_axis import TaskAxis
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import build_param_map
@@ -46,6 +47,7 @@ class FullModelWorker(Worker):
     can_defer_backward = True  # whether a forward pass may be left without its backward pass
     differentiates_twice = True
     prefixes: Any = None  # `Answers` of a language model that is whole in this process
+    can_skip_blocks = True  # whether a pass may leave blocks out
 
     @property
     def learner(self) -> Any:
@@ -163,6 +165,11 @@ class FullModelWorker(Worker):
         return PassStats(self.group.sum_(stats))
 
     @cached_property
+    def frozen(self) -> FrozenBlocks:
+        """Of the learner, which are run once for each micro-batch."""
+        return FrozenBlocks(self.learner, self.can_skip_blocks)
+
+    @cached_property
     def trained_params(self) -> dict[str, nn.Parameter]:
         """The trained parameters by name, in the order of the modules."""
         return {name: param for name, param in self.learner.named_parameters() if param.requires_grad}
@@ -191,7 +198,8 @@ class FullModelWorker(Worker):
     def _gradient_graph(self, batch: MicroBatch, stats: Tensor) -> Sequence[Tensor]:
         """The gradient of this rank's share of the mean loss by trained parameter, with its graph."""
         batch = on_device(batch, self.learner, self.device)
-        rows = self.learner.losses(self.learner(**batch.inputs), batch).weighted(batch.weights)
+        outputs = self.frozen.run(batch, lambda: self.learner(**batch.inputs))
+        rows = self.learner.losses(outputs, batch).weighted(batch.weights)
         stats[:3] += rows.sums()
         return self.gradient_graph(
             nan_gradient_if_nonfinite(rows.loss.sum()), [*self.trained_params.values()]
@@ -236,7 +244,8 @@ class FullModelWorker(Worker):
         return outputs
 
     def _call(self, batch: MicroBatch, all_outputs: bool = False) -> Any:
-        return self.model(**on_device(batch, self.learner, self.device, all_outputs).inputs)
+        moved = on_device(batch, self.learner, self.device, all_outputs)
+        return self.frozen.run(moved, lambda: self.model(**moved.inputs))
 
     def _loss(self, batch: MicroBatch, stats: Tensor, given: Any = None) -> Tensor:
         """This rank's share of the mean loss; adds to `stats`. given: outputs of the same body, if there are
@@ -526,7 +535,8 @@ class TaskBatch:
         return known
 
     def _loss(self, batch: MicroBatch, stats: Tensor) -> Tensor:
-        rows = self.worker.learner.losses(self.worker.learner(**batch.inputs), batch)
+        learner = self.worker.learner
+        rows = learner.losses(self.worker.frozen.run(batch, lambda: learner(**batch.inputs)), batch)
         sums = [each.reshape(self.tasks, -1).sum(1) for each in rows.weighted(batch.weights)]
         stats[:, :3] += torch.stack([each.detach().double() for each in sums], 1)
         return sums[0].sum()

@@ -315,6 +315,8 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
         stage, bf16 = config["zero_optimization"]["stage"], config["bf16"]["enabled"]
         self.can_defer_backward = can_defer_backward(stage)
         self.differentiates_twice = differentiates_twice(stage, tensor=coordinates.tensor)
+        # ZeRO 3 gathers parameters in the order of the first pass; blocks of tensor ranks communicate
+        self.can_skip_blocks = stage < 3 and coordinates.tensor == 1
         if bf16 and read is None:
             read = {
                 name: param.detach().clone()
