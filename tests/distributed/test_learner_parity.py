@@ -30,6 +30,7 @@ FAST = [  # layout, stage, algorithm, model, head, settings, pipeline stages (-T
     ((1, 1), "plain", "maml", "llama", "zero", "base-under-adapters", 1),
     ((1, 1), "plain", "fomaml-rates", "bert", "zero", "base-under-adapters", 1),
     ((1, 2), 2, "maml", "llama", "zero", "all-under-adapters", 1),
+    ((1, 2), 2, "maml-adapters", "llama3", "zero", "lora-last", 1),  # two frozen blocks run once
     ((1, 2), 3, "fomaml", "llama", "zero", "base-under-adapters", 1),
     ((1, 2), 3, "ttt-first", "llama", "zero", "stream-prime", 1),
     ((1, 1), 2, "anil", "bert", "learned", "classes", 1),

@@ -23,6 +23,7 @@ class Mutant:
     equivalent: bool = False
 
 
+FROZEN = ("unit/test_frozen_blocks.py",)
 RULES = (
     "unit/test_inner_optimizers.py",
     "unit/test_algorithms.py",
@@ -104,6 +105,31 @@ MUTANTS = (
         "            for batch in batches[:1]:\n                graph = self._gradient_graph",
         "exact meta-gradients of adapters with several micro-batches",
         EXACT,
+    ),
+    Mutant(
+        "frozen blocks return what they made of another micro-batch",
+        "learners/frozen_blocks.py",
+        "            found = batch.kept[self] = list[Any]()",
+        "            found = self.last = getattr(self, 'last', None) or list[Any]()\n"
+        "            batch.kept[self] = found",
+        "tasks after the first are learned from its rows",
+        FROZEN,
+    ),
+    Mutant(
+        "a block above a trained one is taken for frozen",
+        "learners/frozen_blocks.py",
+        "runs[block].append(None if depends else output)",
+        "runs[block].append(output)",
+        "adapters of the first blocks are never trained",
+        FROZEN,
+    ),
+    Mutant(
+        "models that keep more of a block than its output are not found",
+        "learners/frozen_blocks.py",
+        "                self.lists = []\n                return call()",
+        "                return call()",
+        "a model computes with what another pass has left",
+        FROZEN,
     ),
     Mutant(
         "multi-step loss weights do not sum to 1",
