@@ -4,7 +4,7 @@ BIN := .venv/bin
 JOBS ?= 3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-cuda parity mutants cluster docs check audit clean
+.PHONY: demo test test-all test-long test-cuda parity mutants cluster docs check audit clean
 
 demo: .venv/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 launch/train.py --deepspeed ds_configs/zero2.json $(FLAGS)
@@ -13,9 +13,13 @@ demo: .venv/.installed
 test: .venv/.installed-test
 	$(BIN)/python -m pytest --numprocesses $(JOBS) $(ARGS)
 
-# everything else that needs no root, with test-cuda
+# what else is tested of each change, and needs no root; with test-cuda
 test-all: .venv/.installed-test
-	$(BIN)/python -m pytest --numprocesses $(JOBS) -m "slow and not cluster" $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) -m "slow and not long and not cluster" $(ARGS)
+
+# before a release: trainings of minutes, and the parity cases that test-all leaves out
+test-long: .venv/.installed-test
+	$(BIN)/python -m pytest --numprocesses $(JOBS) -m "long and not cluster" $(ARGS)
 
 # on a GPU, or on a pretended one (needs g++)
 test-cuda: .venv/.installed-test

@@ -201,6 +201,7 @@ def test_strata_of_clinc150_reach_every_group(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_cell_of_the_grid_of_small_sets_is_as_stored(tmp_path):
     """The recipe on a CSV of 80 rows: within five minutes of a core, not below the encoder."""

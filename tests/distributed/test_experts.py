@@ -200,7 +200,7 @@ def anonymous_bytes() -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("layers", [16, 32])
+@pytest.mark.parametrize("layers", [16, pytest.param(32, marks=pytest.mark.long)])
 def test_loading_holds_shards_and_one_layer(tmp_path, layers):
     """1 GB of bf16 weights in layers of 16 experts."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 512 * 20 // layers, "num_experts": 32}

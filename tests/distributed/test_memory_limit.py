@@ -99,7 +99,7 @@ def quiet(text):
 @pytest.mark.parametrize(
     ("kind", "fix"),
     [
-        ("zero3", ("group_size 4", "group_size 2 or 4")),
+        pytest.param("zero3", ("group_size 4", "group_size 2 or 4"), marks=pytest.mark.long),
         ("pipeline", ("ZeRO 3, --pipeline_stages, --gradient_checkpointing, --lora_r or more ranks",)),
     ],
 )

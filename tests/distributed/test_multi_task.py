@@ -70,7 +70,9 @@ def bench(tmp_path_factory):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout", [pytest.param((1, 2), marks=pytest.mark.slow), (2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param((1, 2), marks=[pytest.mark.slow, pytest.mark.long]), (2, 1)], ids=str
+)
 def test_ends_where_the_oracle_ends(bench, layout):
     chosen = [case for case in CASES if case.layout == layout]
     outcomes = bench.run(chosen)

@@ -74,7 +74,9 @@ def settings(model, data, **extra):
         pytest.param(1, ("plain",), {}, True, marks=pytest.mark.slow),
         pytest.param(2, (0, 1, 2, 3), {}, False, marks=pytest.mark.slow),
         pytest.param(2, (0, 1), {"pipeline_stages": 2}, False, marks=pytest.mark.slow),
-        pytest.param(2, (0, 1), {"tensor_parallel_size": 2}, False, marks=pytest.mark.slow),
+        pytest.param(
+            2, (0, 1), {"tensor_parallel_size": 2}, False, marks=[pytest.mark.slow, pytest.mark.long]
+        ),
     ],
 )
 def test_theta_is_that_of_the_finite_tasks(files, expected_theta, group_size, stages, spread, every_rule):

@@ -26,13 +26,21 @@ needs_cases = pytest.mark.skipif(not CASES.is_dir(), reason=f"{CASES} does not e
 
 
 def fast_or_slow(
-    values: Sequence[Any], is_fast: Callable[[Any], bool], name: Callable[[Any], str | None] = lambda _: None
+    values: Sequence[Any],
+    is_fast: Callable[[Any], bool],
+    name: Callable[[Any], str | None] = lambda _: None,
+    is_long: Callable[[Any], bool] = lambda _: False,
 ) -> list[Any]:
-    """pytest parameters for `values`, named by `name`; those that are not fast are marked slow."""
-    return [
-        pytest.param(value, id=name(value), marks=[] if is_fast(value) else [pytest.mark.slow])
-        for value in values
-    ]
+    """pytest parameters for `values`, named by `name`; those that are not fast are marked slow, and some of
+    them long.
+    """
+
+    def marks(value: Any) -> list[Any]:
+        if is_fast(value):
+            return []
+        return [pytest.mark.slow, *([pytest.mark.long] if is_long(value) else [])]
+
+    return [pytest.param(value, id=name(value), marks=marks(value)) for value in values]
 
 
 def one_rank() -> ProcessGroups:

@@ -569,9 +569,12 @@ def spread_diagonal() -> list[Case]:
 def fast_and_slow_cases(
     fast: Sequence[Case], others: Sequence[Case], order: Callable[[Case], Any]
 ) -> list[Any]:
-    """pytest parameters for the cases, in one order for launches; those not in `fast` are marked slow."""
+    """pytest parameters for the cases, in one order for launches; those not in `fast` are marked slow, and
+    every second of them long.
+    """
     both = sorted(dict.fromkeys([*fast, *others]), key=order)
-    return fast_or_slow(both, set(fast).__contains__, lambda case: case.id)
+    slow = [case for case in both if case not in set(fast)]
+    return fast_or_slow(both, set(fast).__contains__, lambda case: case.id, set(slow[1::2]).__contains__)
 
 
 CLASSIFIER = "llama-classifier"  # a decoder with mean pooling and a head

@@ -326,6 +326,7 @@ def test_checkpoints(file, seed, how, replacement, listed, work_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_five_hundred_inputs_of_each_kind():
     env = {**os.environ, "FMMETA_HYPOTHESIS": "thorough"}

@@ -242,6 +242,7 @@ def test_refusals_of_zero_3_of_full_weights_in_commands_and_without_bitsandbytes
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_smollm2_in_nf4(tmp_path):
     """Real weights: bytes, a gradient and an outer step."""

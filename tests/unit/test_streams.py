@@ -571,6 +571,7 @@ FROZEN = ["*embed*", "*self_attn*", "*norm*", "*layers.0.*", "*gate_proj*", "*up
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_fast_weights_carry_a_cipher_that_the_window_does_not_show(tmp_path):
     """A window of 24 of 26 letters: joint training stays near the loss of a guess, 16 steps go far below."""
@@ -613,6 +614,7 @@ def asked(folder, rate):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_only_exact_meta_gradients_write_a_table_into_few_fast_weights(tmp_path):
     """A step changes 64 gains, which all letters of a table share; first order does not learn to choose."""
