@@ -31,7 +31,7 @@ class FrozenBlocks:
     gradients all blocks, then the frozen ones of each.
     """
 
-    def __init__(self, learner: nn.Module, works: bool = True) -> None:
+    def __init__(self, learner: Any, works: bool = True) -> None:
         """works: whether blocks may be left out, as far as the engine of the learner is concerned."""
         # losses of routers are read in every block; a compiled model would be compiled again
         works = works and isinstance(learner, HFLearner) and not router_names(learner)
