@@ -10,7 +10,7 @@ more of a block than its output (shared keys and values, say) runs all of them.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from typing import Any
@@ -46,9 +46,8 @@ class FrozenBlocks:
         if not self.known:
             return self.find(batch, call) if torch.is_grad_enabled() else call()
         if (kept := batch.kept.get(self)) is None:
-            found = batch.kept[self] = list[Any]()
-            with on_output([blocks[-1] for blocks in self.lists], lambda _, output: found.append(output)):
-                return call()
+            # passes without gradients, those of evaluation, may be over more rows than memory is for
+            return self.keep(batch, call) if torch.is_grad_enabled() else call()
         if not self.checked:
             self.checked = True
             if not self.works(kept, call):
@@ -59,25 +58,28 @@ class FrozenBlocks:
 
     def find(self, batch: MicroBatch, call: Callable[[], Any]) -> Any:
         """The outputs of a pass with gradients, which shows the frozen blocks."""
-        runs, kept = defaultdict[nn.Module, list[Any]](list), list[Any]()
-
-        def seen(block: nn.Module, output: Any) -> None:
-            depends = any(tensor.requires_grad for tensor in tensors_of(output))
-            runs[block].append(None if depends else output)
-
-        with on_output([block for blocks in self.lists for block in blocks], seen):
+        runs = defaultdict[nn.Module, list[Any]](list)
+        with on_output([block for blocks in self.lists for block in blocks], runs):
             outputs = call()
-        found = []
-        for blocks in self.lists:
-            frozen = [*takewhile(lambda block: len(runs[block]) == 1 and runs[block][0] is not None, blocks)]
-            if frozen:
-                found.append(frozen)
-                kept += runs[frozen[-1]]
-        self.lists, self.known, batch.kept[self] = found, True, kept
+
+        def is_frozen(block: nn.Module) -> bool:
+            return len(runs[block]) == 1 and not any(one.requires_grad for one in tensors_of(runs[block]))
+
+        leading = [[*takewhile(is_frozen, blocks)] for blocks in self.lists]
+        self.lists, self.known = [blocks for blocks in leading if blocks], True
+        batch.kept[self] = {blocks[-1]: runs[blocks[-1]][0] for blocks in self.lists}
+        return outputs
+
+    def keep(self, batch: MicroBatch, call: Callable[[], Any]) -> Any:
+        """The outputs of a pass that runs all blocks; what the last frozen ones return is kept."""
+        runs = defaultdict[nn.Module, list[Any]](list)
+        with on_output([blocks[-1] for blocks in self.lists], runs):
+            outputs = call()
+        batch.kept[self] = {block: found for block, (found,) in runs.items()}
         return outputs
 
     @torch.no_grad()
-    def works(self, kept: Sequence[Any], call: Callable[[], Any]) -> bool:
+    def works(self, kept: Mapping[nn.Module, Any], call: Callable[[], Any]) -> bool:
         """Whether a pass without the frozen blocks has the outputs of one with them, up to rounding.
 
         Between the two the blocks run on other numbers, so that nothing that a block has stored is right.
@@ -125,20 +127,22 @@ def other_numbers(block: nn.Module, args: Any, named: Any) -> Any:
 
 
 @contextmanager
-def on_output(blocks: Sequence[nn.Module], seen: Callable[[nn.Module, Any], None]) -> Iterator[None]:
-    """Inside, `seen` gets each of the blocks and its output whenever it has run."""
+def on_output(blocks: Sequence[nn.Module], runs: Mapping[nn.Module, list[Any]]) -> Iterator[None]:
+    """Inside, `runs` gets what each of the blocks returns whenever it has run."""
     with ExitStack() as hooks:
         for block in blocks:
-            hooks.callback(block.register_forward_hook(lambda block, _, output: seen(block, output)).remove)
+            hooks.callback(
+                block.register_forward_hook(lambda block, _, output: runs[block].append(output)).remove
+            )
         yield
 
 
 @contextmanager
-def returning(lists: Sequence[Sequence[nn.Module]], outputs: Sequence[Any]) -> Iterator[None]:
-    """Inside, the blocks of each list do not run, and return its output."""
+def returning(lists: Sequence[Sequence[nn.Module]], kept: Mapping[nn.Module, Any]) -> Iterator[None]:
+    """Inside, the blocks of a list do not run, and return what is kept of the last one."""
     with ExitStack() as changes:
-        for blocks, output in zip(lists, outputs, strict=True):
-            for block in blocks:
+        for blocks in lists:
+            for block in blocks if blocks[-1] in kept else ():
                 changes.callback(vars(block).pop, "forward")
-                block.forward = lambda *args, found=output, **named: found
+                block.forward = lambda *args, found=kept[blocks[-1]], **named: found
         yield

@@ -109,17 +109,16 @@ MUTANTS = (
     Mutant(
         "frozen blocks return what they made of another micro-batch",
         "learners/frozen_blocks.py",
-        "            found = batch.kept[self] = list[Any]()",
-        "            found = self.last = getattr(self, 'last', None) or list[Any]()\n"
-        "            batch.kept[self] = found",
+        "batch.kept[self] = {block: found for block, (found,) in runs.items()}",
+        "batch.kept[self] = vars(self).setdefault('last', {block: one for block, (one,) in runs.items()})",
         "tasks after the first are learned from its rows",
         FROZEN,
     ),
     Mutant(
         "a block above a trained one is taken for frozen",
         "learners/frozen_blocks.py",
-        "runs[block].append(None if depends else output)",
-        "runs[block].append(output)",
+        "len(runs[block]) == 1 and not any(one.requires_grad for one in tensors_of(runs[block]))",
+        "len(runs[block]) == 1",
         "adapters of the first blocks are never trained",
         FROZEN,
     ),
