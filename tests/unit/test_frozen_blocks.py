@@ -136,7 +136,7 @@ def test_trained_embeddings_leave_no_block_out():
 
 
 class Reads(nn.Module):
-    """A block that adds to its output what the first block has computed, by a way of its own."""
+    """A block that adds to its output what the first block has computed, which is not an input of it."""
 
     def __init__(self, block: nn.Module, first: nn.Module) -> None:
         super().__init__()
