@@ -11,7 +11,7 @@ more of a block than its output (shared keys and values, say) runs all of them.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import takewhile
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fmmeta.learners.base import HFLearner
 from fmmeta.learners.experts import router_names
 from fmmeta.learners.shared_prefix import AGREEMENT, AGREEMENT_LOW_PRECISION
+from fmmeta.learners.task_axis import computing
 from fmmeta.tasks.batching import MicroBatch, map_tensors
 
 
@@ -137,12 +138,13 @@ def on_output(blocks: Sequence[nn.Module], runs: Mapping[nn.Module, list[Any]]) 
         yield
 
 
-@contextmanager
-def returning(lists: Sequence[Sequence[nn.Module]], kept: Mapping[nn.Module, Any]) -> Iterator[None]:
+def returning(
+    lists: Sequence[Sequence[nn.Module]], kept: Mapping[nn.Module, Any]
+) -> AbstractContextManager[None]:
     """Inside, the blocks of a list do not run, and return what is kept of the last one."""
-    with ExitStack() as changes:
-        for blocks in lists:
-            for block in blocks if blocks[-1] in kept else ():
-                changes.callback(vars(block).pop, "forward")
-                block.forward = lambda *args, found=kept[blocks[-1]], **named: found
-        yield
+    return computing(
+        (block, lambda *args, found=kept[blocks[-1]], **named: found)
+        for blocks in lists
+        if blocks[-1] in kept
+        for block in blocks
+    )
