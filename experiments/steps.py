@@ -1,15 +1,21 @@
 """symbols.yaml, one_step.yaml: scores after each inner step of a task, off one trajectory."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from experiments.run import Cell, Study, merged
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.command import EvaluatedModel, has_inner_loop, with_local_models, with_stored_rates
 from fmmeta.evaluation.settings import EvaluateConfig
+from fmmeta.meta.inner_loop import InnerLoop, InnerSteps
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
+from fmmeta.parallel.workers.base import PassStats, Worker
+from fmmeta.tasks.batching import Episode
 
 
 def measure(study: Study, cell: Cell) -> dict[str, Any]:
@@ -35,14 +41,11 @@ def measure(study: Study, cell: Cell) -> dict[str, Any]:
         scores = []
         for task in episodes.tasks:
             episode = load.batches(task)
-            learns = has_inner_loop(method)
-            passes = (
-                inner.scores_after_each_step(worker, theta, episode)
-                if learns
-                else [worker.forward(episode.query)]
-            )
-            worker.write(theta)
-            scores.append([passes[k] for k in cell.settings["at"]])
+            if has_inner_loop(method):
+                scores.append(scores_at(cell.settings["at"], inner, worker, theta, episode))
+                worker.write(theta)
+            else:
+                scores.append([worker.forward(episode.query)])
         found[name] = {
             "strata": " ".join(task.stratum.replace(" ", "_") for task in episodes.tasks),
             **{
@@ -55,3 +58,20 @@ def measure(study: Study, cell: Cell) -> dict[str, Any]:
         }
     minutes = {"training": seconds / 60, "scoring": (time.process_time() - began) / 60}
     return {**found, "cpu_minutes": {name: round(value, 2) for name, value in minutes.items()}}
+
+
+def scores_at(
+    at: Sequence[int], inner: InnerLoop, worker: Worker, theta: Tensor, episode: Episode
+) -> list[PassStats]:
+    """Statistics of the query set after each of these numbers of steps, the last of which is K.
+
+    The worker holds theta before and phi_K afterwards. Collective: group.
+    """
+    steps = InnerSteps(inner, worker, inner.begin(worker, theta, episode.support), episode.support)
+    found = []
+    for k in range(at[-1] + 1):
+        if k:
+            steps.take()
+        if k in at:
+            found.append(worker.forward(episode.query))
+    return found

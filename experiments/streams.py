@@ -3,6 +3,7 @@ cells at the rates that were best on validation documents.
 """
 
 import hashlib
+import os
 import shutil
 import time
 from collections import Counter
@@ -35,14 +36,13 @@ class Cached(StreamLearner):
         )
         layers, norm = body.layers, body.norm
         file = self.kept / f"{hashlib.sha256(ids.numpy().tobytes()).hexdigest()}.pt"
+        written = file.with_suffix(f".{os.getpid()}")  # other processes may work on other cells
         try:
             if not file.is_file():
                 body.layers, body.norm = layers[: self.blocks], nn.Identity()
                 with torch.no_grad():
-                    torch.save(
-                        body(input_ids=ids, use_cache=False).last_hidden_state, file.with_suffix(".new")
-                    )
-                file.with_suffix(".new").rename(file)
+                    torch.save(body(input_ids=ids, use_cache=False).last_hidden_state, written)
+                written.rename(file)
             body.layers, body.norm = layers[self.blocks :], norm
             return super().forward(places, inputs_embeds=torch.load(file), **inputs)
         finally:

@@ -19,9 +19,11 @@ from benchmarks.common import portable, read, write_json
 from benchmarks.plan import rows_of_mixtures
 from experiments.report import Lines, estimate, holm, mean, p_below, show, units
 from experiments.run import Study
+from experiments.steps import scores_at
 from experiments.streams import Cached
 from fmmeta.learners.stream import StreamLearner
 from tests.support.helpers import ROOT, tables_of
+from tests.support.learners import LEARNERS, batches_of, episode_of, rule_on
 
 RESULTS = sorted(ROOT.glob("*/results/*.json"))
 STUDIES = sorted(file.stem for file in (ROOT / "experiments").glob("*.yaml"))
@@ -255,6 +257,20 @@ def test_kept_rows_of_frozen_blocks_change_no_number(tmp_path, monkeypatch):
     assert len([*tmp_path.iterdir()]) == 1
     for again in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
+
+
+def test_scores_of_some_steps_are_those_of_each_step():
+    learner, passes = LEARNERS["bert"], list[int]()
+    episode = batches_of(episode_of(learner))
+    rule, worker = rule_on(learner, algorithm="fomaml")
+    theta = worker.read()
+    each = rule.inner.scores_after_each_step(worker, theta, episode)
+    worker.write(theta)
+    hook = worker.learner.hf.register_forward_hook(lambda *_: passes.append(1))
+    found = scores_at([0, 1, 3], rule.inner, worker, theta, episode)
+    hook.remove()
+    assert [one.stats.tolist() for one in found] == [each[k].stats.tolist() for k in (0, 1, 3)]
+    assert len(passes) == 3 * (len(episode.support) + len(episode.query))
 
 
 def test_other_documents_than_those_of_the_results_are_refused(tmp_path):
