@@ -32,12 +32,12 @@ class FrozenBlocks:
     gradients all blocks, then the frozen ones of each.
     """
 
-    def __init__(self, learner: Any, works: bool = True) -> None:
-        """works: whether blocks may be left out, as far as the engine of the learner is concerned."""
+    def __init__(self, learner: Any, allowed: bool = True) -> None:
+        """allowed: whether the engine of the learner lets blocks be left out."""
         # losses of routers are read in every block; a compiled model would be compiled again
-        works = works and isinstance(learner, HFLearner) and not router_names(learner)
-        compiled = works and getattr(learner.hf, "_compiled_call_impl", None) is not None
-        self.lists = [*block_lists(learner.hf)] if works and not compiled else []
+        allowed = allowed and isinstance(learner, HFLearner) and not router_names(learner)
+        compiled = allowed and getattr(learner.hf, "_compiled_call_impl", None) is not None
+        self.lists = [*block_lists(learner.hf)] if allowed and not compiled else []
         self.known = self.checked = False
 
     def run(self, batch: MicroBatch, call: Callable[[], Any]) -> Any:
