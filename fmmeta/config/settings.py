@@ -134,8 +134,8 @@ class ModelConfig(LoadConfig):
     peft_config: str | None = setting(
         None,
         "LoRA: JSON file of options of peft's LoraConfig: target_parameters, rank_pattern, alpha_pattern,"
-        " use_rslora, layers_to_transform, exclude_modules, ...; r, lora_alpha and target_modules in place of"
-        " the flags",
+        " use_rslora, layers_to_transform (-1: the last), exclude_modules, ...; r, lora_alpha and"
+        " target_modules in place of the flags",
         remembered=True,
     )
     lora_merge: bool = setting(

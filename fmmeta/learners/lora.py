@@ -113,6 +113,8 @@ def lora_config(learner: HFLearner, config: Config) -> Any:
         for name, module in learner.hf.named_modules()
         if isinstance(module, nn.Linear) and name not in adaptable
     ]
+    if (wanted := options.pop("layers_to_transform", None)) is not None:
+        options["layers_to_transform"] = [*numbers_of_layers(learner.hf, wanted).values()]
     excluded = options.pop("exclude_modules", [])
     if isinstance(excluded, str):
         excluded = "|".join([f"(?:{excluded})", *map(re.escape, without)])
@@ -230,13 +232,21 @@ def refuse_without_match(learner: HFLearner, config: Config) -> None:
                 f" ({', '.join(sorted({layer.split('.')[-1] for layer in layers}))}), or patterns before it"
                 " do; leave it out, or put it first"
             )
-    wanted = options.get("layers_to_transform", [])
-    for number in wanted if isinstance(wanted, list) else [wanted]:
+    for given, number in numbers_of_layers(learner.hf, options.get("layers_to_transform", [])).items():
         if not any(f".{number}." in f".{layer}" for layer in layers):
             raise UsageError(
-                f"peft_config: layers_to_transform {number} is no layer of"
+                f"peft_config: layers_to_transform {given} is no layer of"
                 f" {type(learner.hf).__name__} with adapters; leave it out"
             )
+
+
+def numbers_of_layers(hf: Any, wanted: int | list[int]) -> dict[int, int]:
+    """peft's number of each of the wanted layers; negative ones count from the last layer."""
+    layers = getattr(hf.config.get_text_config(), "num_hidden_layers", 0)
+    return {
+        number: number + layers if number < 0 else number
+        for number in (wanted if isinstance(wanted, list) else [wanted])
+    }
 
 
 def adapted_layers(hf: Any) -> Iterator[tuple[str, str, Any]]:

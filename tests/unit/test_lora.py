@@ -18,7 +18,7 @@ from fmmeta import Config, MetaTrainer, adapt, evaluate
 from fmmeta.adaptation.predict import load as predict_from
 from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig
 from fmmeta.learners.load import describe, empty_learner, load_learner, load_tokenizer
-from fmmeta.learners.lora import lora_config
+from fmmeta.learners.lora import lora_config, scalings
 from fmmeta.parallel import memory
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
@@ -492,6 +492,18 @@ def test_adapters_of_a_peft_config_are_those_of_peft(tmp_path, sources, options,
     assert len(wanted) == layers
 
 
+@pytest.mark.parametrize(("given", "layer"), [(-1, 1), ([-2], 0), (0, 0)])
+def test_negative_numbers_of_layers_count_from_the_last(tmp_path, sources, given, layer):
+    """Of a model of two layers; the exported adapters have peft's numbers."""
+    options = {"lora_r": 2, "peft_config": json.dumps({"layers_to_transform": given})}
+    exported(sources["bert"], tmp_path / "model", **options)
+    stored = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
+    assert stored["layers_to_transform"] == [layer]
+    learner = learner_of(sources["bert"], pooling="model", **options)
+    adapted = {name.split("layer.")[1][0] for name in scalings(learner)}
+    assert adapted == {str(layer)}
+
+
 def test_a_peft_config_is_kept_as_text(tmp_path, sources):
     """Rank, alpha and layers become settings; the rest is stored, so that the file is not needed again."""
     exported(sources["bert"], tmp_path / "model", lora_r=3, peft_config='{"use_rslora": true}')
@@ -584,7 +596,8 @@ def test_a_peft_config_beside_other_flags(tmp_path, monkeypatch, settings, parts
         ({"target_modules": ".*nothing"}, ("peft_config=", "nothing", "change one of them")),
         ({"target_modules": "(query"}, ("(query", "unterminated", "change one of them")),
         ({"exclude_modules": "(?i).*query"}, ("exclude_modules", "change one of them")),
-        ({"layers_to_transform": [-1]}, ("layers_to_transform", "change one of them")),
+        ({"layers_to_transform": [-3]}, ("layers_to_transform", "change one of them")),
+        ({"layers_to_transform": [1, -9]}, ("layers_to_transform -9", "leave it out")),
         ({"layers_to_transform": [0], "layers_pattern": ["("]}, ("layers_pattern", "change one of them")),
         ({"modules_to_save": [["head"]]}, ("modules_to_save", "change one of them")),
         ({"layers_pattern": "layer"}, ("peft_config=", "layers_to_transform", "change one of them")),
