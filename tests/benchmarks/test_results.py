@@ -259,6 +259,26 @@ def test_kept_rows_of_frozen_blocks_change_no_number(tmp_path, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
 
 
+def test_two_processes_may_keep_the_same_row_at_once(tmp_path, monkeypatch):
+    """The second one writes the row and gives it its name before the first one has."""
+    monkeypatch.setattr(Cached, "blocks", 1)
+    monkeypatch.setattr(Cached, "kept", tmp_path)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    first, second = (Cached(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2))) for _ in range(2))
+    row, save, number = {"input_ids": torch.ones(1, 5, dtype=torch.long)}, torch.save, os.getpid()
+
+    def save_while_another_does(value, file):
+        save(value, file)
+        monkeypatch.setattr(torch, "save", save)
+        monkeypatch.setattr(os, "getpid", lambda: number + 1)
+        second(**row)
+        monkeypatch.setattr(os, "getpid", lambda: number)
+
+    monkeypatch.setattr(torch, "save", save_while_another_does)
+    first(**row)
+    assert [file.suffix for file in tmp_path.iterdir()] == [".pt"]
+
+
 def test_scores_of_some_steps_are_those_of_each_step():
     learner, passes = LEARNERS["bert"], list[int]()
     episode = batches_of(episode_of(learner))
