@@ -1,21 +1,31 @@
 """symbols.yaml, one_step.yaml: scores after each inner step of a task, off one trajectory."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from experiments.run import Cell, Study, merged
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.command import EvaluatedModel, has_inner_loop, with_local_models, with_stored_rates
 from fmmeta.evaluation.settings import EvaluateConfig
-from fmmeta.meta.inner_loop import InnerLoop, InnerSteps
+from fmmeta.learners.frozen_blocks import FrozenBlocks
+from fmmeta.meta.inner_loop import InnerSteps
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
-from fmmeta.parallel.workers.base import PassStats, Worker
-from fmmeta.tasks.batching import Episode
+from fmmeta.parallel.workers.base import PassStats
+from fmmeta.parallel.workers.full_model import FullModelWorker
+from fmmeta.tasks.batching import MicroBatch
+
+
+class KeptBlocks(FrozenBlocks):
+    """Also in passes without gradients: query sets are small here, and scored up to five times."""
+
+    def run(self, batch: MicroBatch, call: Callable[[], Any]) -> Any:
+        if self.known and self.lists and self not in batch.kept:
+            return self.keep(batch, call)
+        return super().run(batch, call)
 
 
 def measure(study: Study, cell: Cell) -> dict[str, Any]:
@@ -35,14 +45,20 @@ def measure(study: Study, cell: Cell) -> dict[str, Any]:
         settings = with_local_models(settings, world, print)
         model = EvaluatedModel(settings, world, Progress(False), lambda text: None, [folder])
         ((episodes, (method,)),) = [(one, settings.method) for one in model.episodes.values()]
-        worker, theta = model.parts.worker, model.parts.meta_params.theta
+        worker: Any = model.parts.worker
+        theta = model.parts.meta_params.theta
         inner = with_stored_rates(settings, model.config, model.parts.setup.inner, worker)
         load = model.parts.load(episodes.source, model.inputs.prompts(method))
-        scores = []
+        scores, score = [], worker.forward
+        if method == "finetune":  # rows behind prompts share those, which saves more
+            worker.frozen = KeptBlocks(worker.learner, worker.can_skip_blocks)
+            score = partial(FullModelWorker.forward, worker)
         for task in episodes.tasks:
             episode = load.batches(task)
             if has_inner_loop(method):
-                scores.append(scores_at(cell.settings["at"], inner, worker, theta, episode))
+                start = inner.begin(worker, theta, episode.support)
+                steps = InnerSteps(inner, worker, start, episode.support)
+                scores.append(scores_at(cell.settings["at"], steps, partial(score, episode.query)))
                 worker.write(theta)
             else:
                 scores.append([worker.forward(episode.query)])
@@ -60,18 +76,15 @@ def measure(study: Study, cell: Cell) -> dict[str, Any]:
     return {**found, "cpu_minutes": {name: round(value, 2) for name, value in minutes.items()}}
 
 
-def scores_at(
-    at: Sequence[int], inner: InnerLoop, worker: Worker, theta: Tensor, episode: Episode
-) -> list[PassStats]:
-    """Statistics of the query set after each of these numbers of steps, the last of which is K.
+def scores_at(at: Sequence[int], steps: InnerSteps, score: Callable[[], PassStats]) -> list[PassStats]:
+    """What `score` returns after each of these numbers of steps, the last of which is K.
 
-    The worker holds theta before and phi_K afterwards. Collective: group.
+    The worker holds phi_K afterwards. Collective: group.
     """
-    steps = InnerSteps(inner, worker, inner.begin(worker, theta, episode.support), episode.support)
     found = []
     for k in range(at[-1] + 1):
         if k:
             steps.take()
         if k in at:
-            found.append(worker.forward(episode.query))
+            found.append(score())
     return found

@@ -36,7 +36,7 @@ class Cached(StreamLearner):
         )
         layers, norm = body.layers, body.norm
         file = self.kept / f"{hashlib.sha256(ids.numpy().tobytes()).hexdigest()}.pt"
-        written = file.with_suffix(f".{os.getpid()}")  # other processes may work on other cells
+        written = file.with_suffix(f".{os.getpid()}")  # until it is whole, as for documents
         try:
             if not file.is_file():
                 body.layers, body.norm = layers[: self.blocks], nn.Identity()
@@ -53,13 +53,19 @@ STREAMS = replace(STREAM, learner=Cached)
 
 
 def documents(study: Study, cell: Cell) -> dict[str, Any]:
-    """Write the texts of `documents` (stratum: files of packages) to a folder; their numbers and digests.
+    """Write the texts of `documents` (stratum: files of packages) anew; their numbers and digests."""
+    shutil.rmtree(Path(study.folder, "documents"), ignore_errors=True)
+    return unpacked(study, cell)
+
+
+def unpacked(study: Study, cell: Cell) -> dict[str, Any]:
+    """Write the texts to a folder that appears when it is whole: other processes may work on other cells.
 
     Raises:
         ValueError: the results are of other texts. No folder is left that the next cell would take.
     """
     found: dict[str, Any] = {}
-    written = Path(study.folder, "documents.new")
+    written, whole = Path(study.folder, f"documents.{os.getpid()}"), Path(study.folder, "documents")
     shutil.rmtree(written, ignore_errors=True)
     for stratum, pattern in cell.settings["documents"].items():
         folder, digest = written / stratum, hashlib.sha256()
@@ -81,15 +87,17 @@ def documents(study: Study, cell: Cell) -> dict[str, Any]:
             f"{study.data}: the texts of {', '.join(others)} are not those of the results; unpack the "
             "versions of packages that streams.yaml names"
         )
-    shutil.rmtree(Path(study.folder, "documents"), ignore_errors=True)
-    written.rename(Path(study.folder, "documents"))
+    try:
+        written.rename(whole)
+    except OSError:  # another process was first: the texts are the same
+        shutil.rmtree(written)
     return found
 
 
 def measure(study: Study, cell: Cell) -> dict[str, Any]:
     """Bits per byte of each document, also by position."""
     if not Path(study.folder, "documents").is_dir():
-        documents(study, cell)
+        unpacked(study, cell)
     Cached.kept = Path(study.folder, "kept")
     Cached.kept.mkdir(exist_ok=True)
     settings = cell.settings

@@ -6,6 +6,8 @@ import functools
 import json
 import os
 import statistics
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,11 +21,17 @@ from benchmarks.common import portable, read, write_json
 from benchmarks.plan import rows_of_mixtures
 from experiments.report import Lines, estimate, holm, mean, p_below, show, units
 from experiments.run import Study
-from experiments.steps import scores_at
-from experiments.streams import Cached
+from experiments.steps import KeptBlocks, scores_at
+from experiments.streams import Cached, documents, unpacked
+from fmmeta.learners.causal_lm import CausalLearner
+from fmmeta.learners.frozen_blocks import FrozenBlocks, block_lists
+from fmmeta.learners.lora import inject
 from fmmeta.learners.stream import StreamLearner
+from fmmeta.meta.inner_loop import InnerSteps
+from fmmeta.parallel.workers.full_model import FullModelWorker
 from tests.support.helpers import ROOT, tables_of
-from tests.support.learners import LEARNERS, batches_of, episode_of, rule_on
+from tests.support.learners import LEARNERS, batches_of, config_of, episode_of, rule_on
+from tests.support.models import tiny
 
 RESULTS = sorted(ROOT.glob("*/results/*.json"))
 STUDIES = sorted(file.stem for file in (ROOT / "experiments").glob("*.yaml"))
@@ -287,10 +295,68 @@ def test_scores_of_some_steps_are_those_of_each_step():
     each = rule.inner.scores_after_each_step(worker, theta, episode)
     worker.write(theta)
     hook = worker.learner.hf.register_forward_hook(lambda *_: passes.append(1))
-    found = scores_at([0, 1, 3], rule.inner, worker, theta, episode)
+    steps = InnerSteps(rule.inner, worker, rule.inner.begin(worker, theta, episode.support), episode.support)
+    found = scores_at([0, 1, 3], steps, lambda: worker.forward(episode.query))
     hook.remove()
     assert [one.stats.tolist() for one in found] == [each[k].stats.tolist() for k in (0, 1, 3)]
     assert len(passes) == 3 * (len(episode.support) + len(episode.query))
+
+
+def test_frozen_blocks_of_a_query_set_run_once():
+    """Once gradients of the first task have shown which they are; scores are the same."""
+    learner = CausalLearner(tiny("llama", 2, "", num_hidden_layers=3, initializer_range=0.3).eval())
+    options = {
+        "lora_r": 2,
+        "lora_target_modules": ["down_proj"],
+        "peft_config": '{"layers_to_transform": [2]}',
+    }
+    inject(learner, config_of(learner, **options))
+    rule, worker = rule_on(learner, algorithm="fomaml", inner_lr=1.0, **options)
+    first, runs = next(block_lists(worker.learner.hf))[0], list[int]()
+    first.mlp.register_forward_hook(lambda *_: runs.append(1))
+    theta, scores, counts = worker.read(), list[list[float]](), list[int]()
+    for kind in (FrozenBlocks, KeptBlocks):
+        worker.frozen = kind(worker.learner, worker.can_skip_blocks)
+        for seed in (5, 6):
+            worker.write(theta)
+            episode = batches_of(episode_of(learner, seed=seed))
+            start = rule.inner.begin(worker, theta, episode.support)
+            steps = InnerSteps(rule.inner, worker, start, episode.support)
+            runs.clear()
+            found = scores_at([0, 1, 3], steps, partial(FullModelWorker.forward, worker, episode.query))
+            scores.append([one.loss for one in found])
+        counts.append(len(runs))
+    assert scores[:2] == scores[2:]
+    assert scores[0][0] != scores[0][1]
+    assert counts == [
+        len(episode.support) + 3 * len(episode.query),
+        len(episode.support) + len(episode.query),
+    ]
+
+
+def test_documents_of_two_processes_are_written_once(tmp_path, monkeypatch):
+    """The second one has written all texts when the first one gives them their name."""
+    study = Study("streams", data=str(tmp_path), model="unread", folder=str(tmp_path / "run"))
+    monkeypatch.setattr(study, "results", dict)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some text")
+    cell = replace(study.cells["documents"], settings={"documents": {"git": "texts/*.txt"}})
+    rename = Path.rename
+
+    def rename_after_another_has(path, target):
+        monkeypatch.setattr(Path, "rename", rename)
+        with monkeypatch.context() as other:
+            other.setattr(os, "getpid", lambda: 1)
+            unpacked(study, cell)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_after_another_has)
+    assert unpacked(study, cell)["git"]["documents"] == 1
+    (written,) = (tmp_path / "run").iterdir()
+    assert [file.read_text() for file in written.rglob("*.txt")] == ["some text"]
+    (tmp_path / "texts" / "a.txt").write_text("another text")
+    documents(study, cell)  # by itself a new one takes the place of what is there
+    assert [file.read_text() for file in written.rglob("*.txt")] == ["another text"]
 
 
 def test_other_documents_than_those_of_the_results_are_refused(tmp_path):
