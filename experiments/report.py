@@ -215,12 +215,18 @@ def intervals(lines: Lines, spec: dict[str, Any], axes: Any) -> None:
 def curves(lines: Lines, spec: dict[str, Any], axes: Any) -> None:
     """A line for each group: a number of each cell over an axis, or mean and range of a list of each cell.
 
-    `window`: of a running mean of lists.
+    `window`: of a running mean of lists. A list as `x`: numbers for {x} in the name of the value `y`.
     """
     window = spec.get("window", 1)
     for group in lines:
         cells = lines.groups[group]
         label = spec["label"].format_map(cells[0].names)
+        if isinstance(spec["x"], list):
+            names = {x: spec["y"].replace("{x}", str(x)) for x in spec["x"]}
+            read = {x: lines.values(group, {"value": name, "show": "mean"}) for x, name in names.items()}
+            points = [(x, statistics.mean(map(mean, cells))) for x, cells in read.items() if cells]
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+            continue
         found = [units(lines.results[cell.name], spec["y"].format_map(cell.names)) for cell in cells]
         if spec["x"] in cells[0].axes:
             x = [cell.axes[spec["x"]] for cell in cells]

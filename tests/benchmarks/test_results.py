@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import chaos, layouts
 from benchmarks.common import portable, read, write_json
 from benchmarks.plan import rows_of_mixtures
-from experiments.report import Lines, estimate, holm, mean, p_below, show, units
+from experiments.report import Lines, curves, estimate, holm, mean, p_below, show, units
 from experiments.run import Study
 from experiments.steps import KeptBlocks, scores_at
 from experiments.streams import Cached, documents, unpacked
@@ -332,6 +333,21 @@ def test_frozen_blocks_of_a_query_set_run_once():
         len(episode.support) + 3 * len(episode.query),
         len(episode.support) + len(episode.query),
     ]
+
+
+def test_a_curve_over_the_numbers_in_the_name_of_a_value():
+    """The mean over seeds of the mean over tasks; a row that has not all of them is shorter."""
+    study, axes = Study("symbols"), Figure().subplots()
+    found = {
+        "test FOMAML 1": {"0": "10 30", "5": "50 70"},
+        "test joint zero-shot 1": {"0": "10 20"},
+        "test joint zero-shot 2": {"0": "30 40"},
+    }
+    results = {name: {"clinc150": {"accuracy": values}} for name, values in found.items()}
+    (spec,) = study.spec["plots"]
+    curves(Lines(study, results, spec["lines"], spec["only"]), spec, axes)
+    drawn = {str(line.get_label()): np.asarray(line.get_xydata()).tolist() for line in axes.lines}
+    assert drawn == {"joint zero-shot": [[0, 25]], "FOMAML": [[0, 20], [5, 60]]}
 
 
 def test_documents_of_two_processes_are_written_once(tmp_path, monkeypatch):
