@@ -48,10 +48,11 @@ from fmmeta.learners.load import describe, load_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
-from fmmeta.tasks.data.files import ENDINGS, TEXTS, ending, files_of, stem
+from fmmeta.tasks.data.files import ENDINGS, ending, files_of, is_document, stem
 from fmmeta.tasks.data.images import EncodedImage
 from fmmeta.tasks.data.rows import Examples, Table, prefixed
 from fmmeta.tasks.data.splits import few
+from fmmeta.tasks.sources.stream import text_files, texts_beside_rows
 from fmmeta.training.build import local_model
 from fmmeta.training.run_files import lock_folder
 
@@ -219,8 +220,9 @@ def adapt_many(
     launch, output = Launch.from_env(os.environ), Path(settings.output_dir or "")
     if supports is None:
         folder = Path(settings.support)
-        texts = [path for path in folder.iterdir() if path.suffix in TEXTS and path.is_file()]
-        sources = sorted((stem(path), str(path)) for path in files_of(folder) or texts)
+        if message := texts_beside_rows(folder):
+            progress.notice(Warn(message))
+        sources = sorted((stem(path), str(path)) for path in files_of(folder) or text_files(folder))
     else:
         sources = [*supports.items()]
     refuse_first(
@@ -338,7 +340,7 @@ def check_source(name: str, source: str | Examples, files: int, folder: str) -> 
     )
     if isinstance(source, str):
         file = inside(Path(folder), Path(source)) if folder else Path(source)
-        if not file.is_file() or not (ending(file) or file.suffix in TEXTS):
+        if not file.is_file() or not (ending(file) or is_document(file)):
             raise UsageError(
                 f"support={source} is no {', '.join(ENDINGS)} file (.gz too), or is not there; restore it, or"
                 " give another"

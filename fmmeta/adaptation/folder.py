@@ -21,6 +21,7 @@ from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import printable, publish, sync
 from fmmeta.common.text import counted, units_of
 from fmmeta.config.fields import unset_of
+from fmmeta.config.learners import stored_kind
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.learners.files import BASE_FOLDER, SETTINGS_FILE, remembered, trained_with, weights_state
 from fmmeta.meta.algorithms.baselines import leading_bos
@@ -324,7 +325,8 @@ def meta_training(base: str) -> str:
     stored: dict[str, Any] = remembered(base)
     if stored.get("algorithm", "none") == "none":  # `tune` writes fmmeta.json too
         return "none"
-    text = f"{escaped(stored['algorithm'])}, {escaped(stored.get('k_shot'))}-shot"
+    shots = "" if stored_kind(stored).ordered else f", {escaped(stored.get('k_shot'))}-shot"
+    text = f"{escaped(stored['algorithm'])}{shots}"
     try:
         run = json.loads((Path(base).parent / "run.json").read_text(encoding="utf-8"))["settings"]
         return (

@@ -28,7 +28,7 @@ import os
 import sys
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -73,12 +73,12 @@ from fmmeta.learners.task_axis import StoredAdapter, adapters_of_rows
 from fmmeta.metrics.language import generate
 from fmmeta.parallel.workers.base import all_finite
 from fmmeta.tasks.batching import Example
-from fmmeta.tasks.data.columns import Row, column_like, is_text, refuse
-from fmmeta.tasks.data.files import TEXTS, ending, stream_file, unpacked
+from fmmeta.tasks.data.columns import Row, is_text, refuse
+from fmmeta.tasks.data.files import ending, is_document, stream_file, unpacked
 from fmmeta.tasks.data.rows import tabulate
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import files_digest
-from fmmeta.tasks.sources.stream import read_texts
+from fmmeta.tasks.sources.stream import document_of, read_texts
 
 OF_DOCUMENT = ("document", "tokens", "bits_per_byte", "zero_shot_bits_per_byte", "output")
 
@@ -139,12 +139,17 @@ def documents(settings: PredictConfig) -> Iterator[dict[str, Any]]:
     learner = TaskLearner(AdaptConfig(**{**given, "model_name_or_path": folder}), 0, Progress(enabled=False))
     model, config, path = learner.model, learner.config, Path(settings.input)
     rows = rows_of(settings, settings.text_column or model.columns[0])
-    if path.suffix in TEXTS:
+    if is_document(path):
         rows = (Row({"text": one.values["text"]}, one.origin) for one in read_texts(path, [path], refuse))
     how = {"one_task": True, "unique": False, "tokenizer": model.tokenizer, "setting": "input"}
-    alone = ((row.origin, [row]) for row in rows)  # answered before the next line is read
-    for name, parts in alone if settings.input == "-" else groupby(rows, key=document_of):
-        document = learner.encode(TaskExamples(name, tabulate(name, [*parts], config, ASIDE, **how)))
+    groups: Iterable[tuple[str, list[Row]]] = ((row.origin, [row]) for row in rows)
+    if settings.input != "-":  # whose lines are answered before the next one is read
+        found = defaultdict[str, list[Row]](list)
+        for row in rows:
+            found[document_of(config, row) or row.origin].append(row)
+        groups = found.items()
+    for name, parts in groups:
+        document = learner.encode(TaskExamples(name, tabulate(name, parts, config, ASIDE, **how)))
         examples, (before, passes) = document.examples, learner.follow(document)
         if not all_finite(passes):
             raise UsageError(
@@ -158,11 +163,6 @@ def documents(settings: PredictConfig) -> Iterator[dict[str, Any]]:
         output = generate(model.worker, model.reader, [examples[-1].input_ids[-config.context :]], stop, 1)
         tokens = sum(one.label_tokens for one in examples)
         yield dict(zip(OF_DOCUMENT, (name, tokens, *rates, *output), strict=True))
-
-
-def document_of(row: Row) -> str:
-    """The name of a row's document; where the row has none, its place."""
-    return str(row.values.get(str(column_like("document", row.values))) or row.origin)
 
 
 def writer(file: TextIO, settings: PredictConfig, names: Sequence[str]) -> Callable[[dict[str, Any]], None]:

@@ -41,14 +41,14 @@ from fmmeta.parallel.workers.base import PassStats, all_finite
 from fmmeta.reliability.checks import rising_loss
 from fmmeta.tasks.augment import sample_support
 from fmmeta.tasks.batching import Episode, Example, batches_of_step
-from fmmeta.tasks.data.columns import Row, column_like, refuse
+from fmmeta.tasks.data.columns import Row, refuse
 from fmmeta.tasks.data.encode import RowEncoder, answer_without_room, full_rows
-from fmmeta.tasks.data.files import TEXTS, read_file
+from fmmeta.tasks.data.files import is_document, read_file
 from fmmeta.tasks.data.rows import Examples, Table, label_texts, rows_in_memory, tabulate
 from fmmeta.tasks.data.splits import few, known_rows
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import EpisodeRows, EpisodeTransform, transformed
-from fmmeta.tasks.sources.stream import chunked, read_texts
+from fmmeta.tasks.sources.stream import chunked, document_of, read_texts
 
 FOLDS = 2  # at most; each costs an inner loop
 MEMORY = 0.5  # share of the free memory that the adapters of a pass may take
@@ -84,17 +84,21 @@ def read_task(
     if source is None:
         return Table()
     name = source if isinstance(source, str) else task or setting
-    if isinstance(source, str) and Path(source).suffix in TEXTS:
+    if isinstance(source, str) and is_document(Path(source)):
         if not config.learner.ordered:
             raise UsageError(f"{setting}={name} is a document, which only task_type=stream reads; give rows")
         (row,) = read_texts(Path(source), [Path(source)], refuse)
         rows = [Row({"text": row.values["text"]}, row.origin)]
     else:
         rows = read_file(Path(name)) if isinstance(source, str) else rows_in_memory(source, config, name)
-    parts = {str(row.values.get(str(column_like("document", row.values)))) for row in rows}
-    if config.learner.ordered and (setting == "query" or len(parts) > 1):
+    if config.learner.ordered:
+        parts = {document_of(config, row) or row.origin for row in rows}
         what = "a document has no answers" if setting == "query" else f"it has {len(parts)} documents"
-        raise UsageError(f"{setting}={name}: {what}, and one is learned; give a file of one as --support")
+        if setting == "query" or len(parts) > 1:
+            raise UsageError(
+                f"{setting}={name}: {what}, and one is learned; give a file of one as --support, or its parts"
+                " with its name in a column `document`"
+            )
     table = tabulate(
         name,
         rows,
@@ -290,7 +294,7 @@ class TaskLearner:
                     f"{one.task.name or 'document'}: loss {passes[0].loss:.3g} of the first chunk,"
                     f" {loss:.3g} of {counted(one.steps, 'chunk')}, each before its step"
                 )
-                if warning := rising_loss(self.config, passes[0].loss, last.loss, one.steps):
+                if warning := rising_loss(self.config, passes[0].loss, loss, one.steps):
                     self.progress.notice(Warn(warning))
             elif has_inner_loop(self.method):
                 self._log_support(one, passes[0], last)

@@ -96,7 +96,13 @@ def is_inside(root: Path, path: Path) -> bool:
 
 
 def inside(root: Path, path: Path) -> Path:
-    """`path`, unless it is a link that leaves `root` (see `is_inside`). Raises `UsageError`."""
+    """`path`, unless it is a link that leaves `root` (see `is_inside`), or its name is no UTF-8. Raises
+    `UsageError`.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{str(path)!a}: the name of the file is no UTF-8; rename it") from None
     if path.is_symlink() and not is_inside(root, path):
         raise UsageError(
             f"{path} is a link that leaves its folder (to {os.path.realpath(path)}); copy the file, or remove"

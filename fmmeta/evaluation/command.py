@@ -197,17 +197,7 @@ class Episodes:
 
     def fingerprint(self) -> str:
         """Digest of the rows of all episodes. Two evaluations are paired only if it is the same."""
-        return digest(
-            [
-                [
-                    draw.classes,
-                    draw.support,
-                    draw.query,
-                    [[draw.store.text(side, row) for side in ("input", "target")] for row, _ in draw.query],
-                ]
-                for draw in self.draws()
-            ]
-        )
+        return digest([draw.identity() for draw in self.draws()])
 
 
 def plan_evaluation(
@@ -417,7 +407,9 @@ class EvaluatedModel:
                 began = time.perf_counter()
                 passes = inner.scores_by_chunk(worker, theta, episode, learns)
                 changed = worker.read().ne(theta).float()
-                size = worker.dot(changed, changed) * theta.element_size()  # the host waits for the device
+                # of the weights, and what the optimizer stores of each; the host waits for the device
+                vectors = 1 + len(inner.optimizer.state_names)
+                size = worker.dot(changed, changed) * theta.element_size() * vectors
                 seconds = time.perf_counter() - began
                 if learns:
                     losses.add(worker, InnerResult(None, passes), episode.support)

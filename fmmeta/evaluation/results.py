@@ -115,8 +115,8 @@ def check_comparable(
             *(
                 (
                     cell.episodes != prints[cell.k_shot],
-                    f"compare={settings.compare}: the other results are of other {cell.k_shot}-shot episodes;"
-                    " use the same data, --seed, --episodes, --n_way and --num_query",
+                    f"compare={settings.compare}: the other results are of other episodes; use the same"
+                    " data, --seed, --episodes, and numbers of classes, queries or chunks",
                 )
                 for cell in common
             ),

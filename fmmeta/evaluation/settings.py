@@ -39,7 +39,7 @@ from fmmeta.config.settings import (
 from fmmeta.learners.files import SETTINGS_FILE, remembered
 from fmmeta.learners.from_gguf import is_gguf
 from fmmeta.learners.load import fitted_to_model
-from fmmeta.tasks.data.files import ENDINGS, TEXTS, ending
+from fmmeta.tasks.data.files import ENDINGS, ending, is_document
 from fmmeta.tasks.data.images import IMAGE_ENDINGS
 from fmmeta.tasks.data.splits import few
 
@@ -550,7 +550,7 @@ class AdaptConfig(FewShotConfig, WorkerConfig):
                     (
                         bool(path)
                         and not ending(Path(str(path)))
-                        and not (name == "support" and Path(str(path)).suffix in TEXTS),
+                        and not (name == "support" and is_document(Path(str(path)))),
                         f"{name}={path} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them",
                     ),
                 ]

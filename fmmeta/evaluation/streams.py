@@ -13,6 +13,7 @@ from fmmeta.tasks.sources.stream import Stretch
 from fmmeta.training.scoring import score_of
 
 TOKEN_BYTES = 8  # of a token in a batch
+LONGEST_CHARACTER = 8  # tokens of a character at most, and more: bytes of UTF-8 are four
 POSITIONS = (0, 256, 1024, 4096, 16384)
 """Tokens of a stretch where a range of positions begins."""
 
@@ -20,10 +21,23 @@ POSITIONS = (0, 256, 1024, 4096, 16384)
 def bits_and_bytes(
     rows: Sequence[Any], passes: Sequence[PassStats], tokenizer: Any
 ) -> Iterator[tuple[float, int]]:
-    """Bits and bytes of the label tokens of each row, by a pass over it. Local."""
+    """Bits and bytes of the label tokens of each row, by a pass over it. rows: in their order, as `chunked`
+    cuts them. Local.
+
+    A character whose tokens two rows share counts in the second one, one that the last row cuts in none.
+    """
+    before: Sequence[int] = rows[0].input_ids[: rows[0].labels.count(IGNORE)]
     for row, one in zip(rows, passes, strict=True):
         tokens = [label for label in row.labels if label != IGNORE]
-        yield one.loss * len(tokens) / math.log(2), len(tokenizer.decode(tokens).encode())
+        seen = [*before, *tokens]
+        size = len(whole_characters(tokenizer, seen)) - len(whole_characters(tokenizer, before))
+        before = seen[-LONGEST_CHARACTER:]
+        yield one.loss * len(tokens) / math.log(2), size
+
+
+def whole_characters(tokenizer: Any, ids: Sequence[int]) -> bytes:
+    """The text of tokens in UTF-8, without the first bytes of a character whose last one is missing."""
+    return tokenizer.decode(ids).rstrip("\ufffd").encode()
 
 
 def stream_score(
@@ -37,11 +51,11 @@ def stream_score(
 ) -> EpisodeScore:
     """The score of a stretch. passes: over each of its chunks, before the step on it. tokenizer: its tokens
     as texts have the bytes. seconds: that the passes took. weight_bytes: of the weights that they have
-    changed. Local.
+    changed, with what the inner optimizer stores of them. Local.
 
     metrics: `bits_per_byte`, and `bits_per_byte_from_P` of the chunks that begin at position P or later, up
     to the next of POSITIONS; `tokens_per_second` of a group; `state_bytes`, which go from chunk to chunk: the
-    changed weights, and the `context` tokens before a chunk.
+    changed weights, the state of the inner optimizer, and the `context` tokens before a chunk.
     """
     rows, context = draw.read().support, draw.config.context
     ranges = dict[str, list[tuple[float, int]]]()

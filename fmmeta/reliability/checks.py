@@ -12,7 +12,7 @@ from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
 from fmmeta.meta.inner_loop import InnerResult
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.parallel.workers.base import Worker
+from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.tasks.batching import MicroBatch, batches_of_step
 
 
@@ -67,12 +67,14 @@ class SupportLosses:
         self.config, self.pairs = config, list[tuple[float, float]]()
 
     def add(self, worker: Worker, learned: InnerResult, support: Sequence[MicroBatch]) -> None:
-        """Count a task whose phi the worker holds, by one more pass over the rows of the first inner step;
-        none once there are enough. Collective: group.
+        """Count a task whose phi the worker holds, by one more pass over the rows of the first inner step, or
+        of a document by the mean of its chunks before their steps; none once there are enough. Collective:
+        group.
         """
         if learned.passes and len(self.pairs) < MOST_TASKS:
-            after = worker.forward(batches_of_step(support, 0)).loss
-            self.pairs.append((learned.passes[0].loss, after))
+            ordered = self.config.learner.ordered  # a first chunk that is forgotten is no failure
+            after = PassStats.mean(learned.passes) if ordered else worker.forward(batches_of_step(support, 0))
+            self.pairs.append((learned.passes[0].loss, after.loss))
 
     def warning(self) -> str:
         """A message with a lower rate if the mean loss rises or is not finite; "" otherwise."""

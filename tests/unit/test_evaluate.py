@@ -162,7 +162,7 @@ def test_methods_share_episodes_and_a_model_equals_itself(bert, classes, tmp_pat
     named = fmmeta.evaluate(bert, classes, **flags, label_names="names")
     assert [cell["episodes"] for cell in named["compare"]["cells"]] == [3]  # with and without names: paired
     for change, parts in (
-        ({"seed": 7}, (f"compare={file}", "2-shot episodes", "use the same data, --seed")),
+        ({"seed": 7}, (f"compare={file}", "are of other episodes", "use the same data, --seed")),
         ({"k_shot": 5}, ("have none of these methods and k_shot",)),
     ):
         check_message(refusal(fmmeta.evaluate, bert, classes, **{**flags, **change}), *parts)

@@ -4,6 +4,8 @@ import copy
 import csv
 import io
 import json
+import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,15 +21,17 @@ import fmmeta
 from fmmeta import MetaTrainer, Tasks
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.evaluation.streams import stream_score
+from fmmeta.evaluation.streams import bits_and_bytes, stream_score
 from fmmeta.learners.base import Learner
 from fmmeta.learners.load import describe, load_tokenizer
 from fmmeta.learners.lora import inject
 from fmmeta.learners.stream import StreamLearner
+from fmmeta.meta.inner_loop import InnerResult
 from fmmeta.meta.reference import set_loss
 from fmmeta.metrics.scores import mean_ci95
 from fmmeta.parallel.costs import passes
 from fmmeta.parallel.workers.base import PassStats
+from fmmeta.reliability.checks import SupportLosses
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import plain_tokens
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
@@ -325,6 +329,129 @@ def test_known_documents_are_named(folder, tmp_path, capsys):
     check_text(text, "1 of 1 row are rows that the model was trained on")
 
 
+def written(folder, texts) -> list[str]:
+    """Files of these texts by name; the notices of reading the folder."""
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    notices = list[str]()
+    sources_of(folder, notices)
+    return notices
+
+
+def names_of_documents(folder) -> dict[str, str]:
+    sources = sources_of(folder)
+    return {item.name: item.stratum for one in sources.of_split.values() for item in one.items}
+
+
+def test_the_same_bytes_in_files_of_other_names_are_other_documents(folder):
+    """Stores of tokens are shared by content, of which names and boundaries of files are a part."""
+    texts = [long_text(number) for number in range(4)]
+    written(folder, {f"{number}.txt": text for number, text in enumerate(texts)})
+    assert names_of_documents(folder) == {f"{number}.txt": "all" for number in range(4)}
+    (folder / "de").mkdir()
+    for number in range(4):
+        (folder / f"{number}.txt").rename(folder / "de" / f"{number}.txt")
+    assert names_of_documents(folder) == {f"de/{number}.txt": "de" for number in range(4)}
+    for number in (1, 3):
+        (folder / "de" / f"{number}.txt").unlink()
+    for number in (0, 2):
+        (folder / "de" / f"{number}.txt").write_text("".join(texts[number : number + 2]))
+    assert len(names_of_documents(folder)) == 2
+
+
+def test_what_is_left_out_is_told_whenever_the_store_is_opened(folder):
+    twins = {"0.txt": long_text(0), "1.txt": long_text(0), "2.txt": long_text(1), "empty.txt": ""}
+    for notices in (written(folder, twins), written(folder, {})):
+        check_text("\n".join(notices), "1 document whose lines are mostly", "1 document without a text")
+
+
+def test_rows_win_over_texts_beside_them_and_the_log_says_so(folder):
+    rows = "\n".join(json.dumps({"text": long_text(number)}) for number in range(4))
+    notices = written(folder, {"rows.jsonl": rows, "README.md": long_text(5)})
+    assert len(names_of_documents(folder)) == 4
+    assert "beside them" not in "\n".join(notices)
+    notices = written(folder, {"more/a.txt": long_text(6)})
+    check_text("\n".join(notices), "rows of rows.jsonl are read, and 1 .txt or .md file (more/a.txt)")
+
+
+def test_endings_in_capitals_are_read_and_hidden_folders_are_not(folder):
+    written(folder, {"a.TXT": long_text(0), "b.Md": long_text(1), ".hidden/c.txt": long_text(2)})
+    assert [*names_of_documents(folder)] == ["a.TXT", "b.Md"]
+
+
+def test_links_that_are_not_followed_are_refused(folder, tmp_path):
+    written(folder, {"a.txt": long_text(0)})
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    check_message(refusal(sources_of, folder), "linked is a link to a folder", "remove the link")
+    (folder / "linked").unlink()
+    (folder / "gone.txt").symlink_to(tmp_path / "gone.txt")
+    check_message(refusal(sources_of, folder), "gone.txt is a link to nothing", "remove the link")
+
+
+def test_folders_without_a_document_and_names_that_are_no_text_are_refused(folder):
+    (folder / "a.txt").write_text("")
+    check_message(refusal(sources_of, folder), "no row that can be used", "1 document without a text")
+    name = os.fsencode(folder) + b"/caf\xe9.txt"
+    with open(name, "w") as file:
+        file.write(long_text(0))
+    check_message(refusal(sources_of, folder), "caf\\udce9.txt", "is no UTF-8", "rename it")
+
+
+def test_a_row_without_a_text_is_a_bad_row(folder):
+    rows = [{"text": long_text(number)} for number in range(4)]
+    lines = [*rows, {"title": "of no text"}, {"text": None}]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = refusal(sources_of, folder / "rows.jsonl")
+    check_message(text, "rows.jsonl:5: the data has none of the columns text", "--text_column")
+    notices, config = list[str](), config_of(on_bad_task="skip", max_bad_fraction=0.5)
+    config = config.but(dataset=[str(folder / "rows.jsonl")])
+    sources = load_sources(config, load_tokenizer(config, describe(config), print), notices.append)
+    assert sum(len(one.items) for one in sources.of_split.values()) == 4
+    check_text("\n".join(notices), "2 of 6 rows cannot be used", "left out")
+
+
+def test_a_column_of_names_that_does_not_exist_is_refused(folder):
+    rows = [{"text": long_text(number, 16), "book": f"b{number // 2}"} for number in range(8)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def read(column, data="rows.jsonl"):
+        config = config_of(task_column=column).but(dataset=[str(folder / data)])
+        return load_sources(config, load_tokenizer(config, describe(config), print), lambda text: None)
+
+    assert {name for one in read("book").of_split.values() for name in one.items.names} == {
+        f"b{number}" for number in range(4)
+    }
+    check_message(refusal(read, "boook"), "task_column=boook is no column of the data", "book")
+    (folder / "rows.jsonl").rename(folder.parent / "rows.jsonl")
+    (folder / "a.txt").write_text(long_text(0))
+    check_message(refusal(read, "book", ""), "task_column=book is a column", "leave it out")
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 16, 1000])
+def test_bytes_of_chunks_add_up_where_they_cut_characters(chunk):
+    """A token is a byte in the built-in vocabulary."""
+    text = "naïve 東京 🙂🙂 и так далее " * 3
+    config = config_of(chunk=chunk, context=2)
+    tokenizer = load_tokenizer(config, describe(config), print)
+    ids = plain_tokens(tokenizer, text)
+    rows = chunked(ids, config, 0, len(ids))
+    passes = [PassStats(torch.tensor([math.log(2), 0.0, 1.0, 0.0])) for _ in rows]
+    bits, sizes = zip(*bits_and_bytes(rows, passes, tokenizer), strict=True)
+    assert sum(sizes) == len(text[1:].encode())
+    assert min(sizes) >= 0
+    assert sum(bits) == pytest.approx(len(ids) - 1)
+
+
+def test_a_first_chunk_that_is_forgotten_is_no_warning():
+    learned = InnerResult(None, [PassStats(torch.tensor([x, 0.0, 1.0, 0.0])) for x in (5.0, 4.0, 3.0)])
+    for losses, warns in ((learned.passes, False), (learned.passes[::-1], True)):
+        found = SupportLosses(config_of())
+        found.add(None, InnerResult(None, losses), [])
+        assert bool(found.warning()) is warns
+
+
 def test_positions_are_those_of_chunks():
     """The first token of a document has no loss, and the second chunk begins at its place all the same."""
     config = config_of(chunk=256, context=16, chunks=2)
@@ -532,6 +659,62 @@ def test_predict_begins_at_adapted_weights(trained, tmp_path, capsys, monkeypatc
     assert found[1]["bits_per_byte"] < found[1]["zero_shot_bits_per_byte"]
     assert exit_code(["predict", "--adapters", str(tmp_path)]) == 2
     check_message(capsys.readouterr().err, "have no answers", "fmmeta predict --model_name_or_path")
+
+
+def test_other_stretches_are_not_compared(trained, tmp_path, capsys):
+    """Results of the same stretches are, also of other weights."""
+    (tmp_path / "texts").mkdir()
+    for number in range(12):
+        (tmp_path / "texts" / f"{number}.txt").write_text(long_text(number, 80))
+    words = ["evaluate", "--model_name_or_path", str(trained / "run" / "model"), "--episodes", "2"]
+    words += ["--dataset", str(tmp_path / "texts"), "--eval_split", "train"]
+    results = str(tmp_path / "r.json")
+    assert exit_code([*words, "--output", results]) == 0
+    assert exit_code([*words, "--compare", results]) == 0
+    for more in (["--chunks", "2"], ["--seed", "7"], ["--context", "9"]):
+        capsys.readouterr()
+        assert exit_code([*words, *more, "--compare", results]) == 2
+        check_message(capsys.readouterr().err, "are of other episodes", "--seed")
+    for number in range(12):
+        (tmp_path / "texts" / f"{number}.txt").write_text(long_text(number + 20, 80))
+    assert exit_code([*words, "--compare", results]) == 2
+
+
+def test_the_state_of_an_inner_optimizer_goes_from_chunk_to_chunk(trained, tmp_path):
+    words = ["evaluate", "--model_name_or_path", str(trained / "run" / "model"), "--dataset", "ciphers"]
+    sizes = list[float]()
+    for optimizer in ("sgd", "adamw"):
+        more = ["--episodes", "1", "--inner_optimizer", optimizer, "--inner_lr", "0.01"]
+        assert exit_code([*words, *more, "--output", str(tmp_path / "r.json")]) == 0
+        sizes.append(json.loads((tmp_path / "r.json").read_text())["state_bytes"]["mean"] - 8 * 8)
+    assert 2.5 * sizes[0] < sizes[1] < 3.5 * sizes[0]
+
+
+def test_names_of_documents_are_those_of_training(trained, tmp_path, capsys):
+    """0 is a name, parts may be apart, and a column `task` names documents too; what has no name is one."""
+    model, rows = ["--model_name_or_path", str(trained / "run" / "model")], tmp_path / "rows.jsonl"
+    text = (trained / "a.txt").read_text()
+
+    def documents(column, names):
+        parts = [{"text": text[:40], **({column: name} if column else {})} for name in names]
+        rows.write_text("\n".join(map(json.dumps, parts)))
+        capsys.readouterr()
+        assert exit_code(["predict", *model, "--input", str(rows), "--max_new_tokens", "1"]) == 0
+        found = map(json.loads, capsys.readouterr().out.splitlines())
+        return {one["document"]: one["tokens"] for one in found}
+
+    assert documents("document", [0, 0, 1]) == {"0": 79, "1": 39}
+    assert documents("task", ["a", "b", "a"]) == {"a": 79, "b": 39}
+    assert [*documents("", range(2)).values()] == [39, 39]
+    adapt = ["adapt", *model, "--support", str(rows), "--output_dir", str(tmp_path / "o")]
+    assert exit_code(adapt) == 2
+    check_message(capsys.readouterr().err, "it has 2 documents", "column `document`")
+
+
+def test_the_card_of_an_adapted_model_has_no_shots(trained, tmp_path):
+    words = ["adapt", "--model_name_or_path", str(trained / "run" / "model"), "--support"]
+    assert exit_code([*words, str(trained / "a.txt"), "--output_dir", str(tmp_path / "out")]) == 0
+    assert "shot" not in (tmp_path / "out" / "README.md").read_text().replace("few-shot", "")
 
 
 def test_a_stored_number_of_steps_follows_the_chunks(trained, tmp_path):

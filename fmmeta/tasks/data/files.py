@@ -40,8 +40,8 @@ def data_files(dataset: str) -> list[Path] | None:
         files = [path]
     if path.exists() and not files:
         raise UsageError(
-            f"dataset={dataset} is no {', '.join(ENDINGS)} file (.gz too), and holds none; convert it, or"
-            " name another"
+            f"dataset={dataset} is no {', '.join(ENDINGS)} file (.gz too; {', '.join(TEXTS)} for documents),"
+            " and holds none; convert it, or name another"
         )
     if not files and (path.is_absolute() or dataset[0] == "." or ending(path) or dataset.count("/") > 1):
         raise UsageError(f"dataset={dataset} is not a file or folder; check the path")
@@ -52,6 +52,11 @@ def ending(path: Path) -> str | None:
     """The ending of a data file without `.gz`; None for other files."""
     name = path.name.removesuffix(".gz")
     return next((end for end in ENDINGS if name.endswith(end)), None)
+
+
+def is_document(path: Path) -> bool:
+    """Whether a file is a text."""
+    return path.suffix.lower() in TEXTS
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -154,11 +154,13 @@ def prepare(
     tokenizer: Any,
     notice: Callable[[str], None],
     one_task: bool = False,
+    notes: Sequence[str] = (),
 ) -> TokenStore:
     """Open the store of a data set, or write it from `read` and the tokenizer if it does not exist.
 
-    content: digest of the rows that `read` returns. Raises `UsageError` for unusable rows, as `--on_bad_task`
-    says.
+    content: digest of the rows that `read` returns. notes: more lines about them, complete when `read` has
+    ended, which are shown now and whenever the store is opened. Raises `UsageError` for unusable rows, as
+    `--on_bad_task` says.
     """
     settings = {key: getattr(config, key) for key in KEYED}
     if config.prompt_template == "chat":
@@ -177,7 +179,7 @@ def prepare(
     path, noted = (cache_folder() / f"{digest(one)}.arrow" for one in (key, [*key, name]))
     store, facts = stored(kind, path, noted, encoder=encoder), dict[str, Any]()
     if store is None:
-        parts = tables(name, read, config, tokenizer, one_task, facts)
+        parts = tables(name, read, config, tokenizer, one_task, facts, notes)
         store = TokenStore(write((path, noted), parts, config, tokenizer, facts), kind, encoder)
     for note in store.notes:
         notice(note)
@@ -201,6 +203,7 @@ def tables(
     tokenizer: Any,
     one_task: bool,
     facts: dict[str, Any],
+    notes: Sequence[str],
 ) -> Iterator[Table]:
     """The rows in parts, as they are read, and at last those with the texts of classes.
 
@@ -216,6 +219,10 @@ def tables(
         yield tabulator.add(part)
     count = len(errors) + (tabulator.count - tabulator.wrong if tabulator else 0)
     facts["notes"] = [f"{check_errors(name, errors, count, config)}; left out"] if errors else []
+    facts["notes"] += notes
+    if not count:
+        found = f" ({'; '.join(notes)})" if notes else ""
+        raise UsageError(f"dataset={name} has no row that can be used{found}; give other data")
     if tabulator:
         tabulator.finish(facts["notes"].append)
         texts = label_texts(config, sorted(tabulator.firsts.get("target", ())))

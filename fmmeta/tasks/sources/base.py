@@ -143,6 +143,11 @@ class Draw(EpisodeRows):
         labels = [[label for _, label in rows] for rows in (self.support, self.query)] if self.classes else ()
         return EpisodeRows(self.task, support, query, self.classes).encoded(self.store, labels)
 
+    def identity(self) -> Any:
+        """What two evaluations that are compared must have in common, as JSON."""
+        texts = [[self.store.text(side, row) for side in ("input", "target")] for row, _ in self.query]
+        return [self.classes, self.support, self.query, texts]
+
 
 def name_rows(draw: Draw, rng: Any = None) -> Draw:
     """An `EpisodeTransform`: after the support rows of each class, the row with its name (--label_names)."""

@@ -68,7 +68,15 @@ from fmmeta.tasks.sources.base import (
     those_named,
 )
 from fmmeta.tasks.sources.own import OwnSource, Tasks, refuse_unread, tasks_named
-from fmmeta.tasks.sources.stream import StreamSource, documents, long_enough, read_texts, text_files
+from fmmeta.tasks.sources.stream import (
+    StreamSource,
+    documents,
+    long_enough,
+    read_texts,
+    text_files,
+    texts_beside_rows,
+    texts_digest,
+)
 from fmmeta.tasks.suites import ciphers, digits, letters, tables
 from fmmeta.tasks.word_suite import words
 
@@ -505,9 +513,18 @@ def load_one(
             contents,
         )
     content, read = reader_of(name, config, suite[0] if suite else rows)
+    notes = list[str]()  # of the documents that are left out, known when all are read
     if config.learner.ordered:
-        read = partial(documents, config, read, notice, bool(text_files(name)))
-    store = prepare(name, content, read, config, tokenizer, notice)
+        are_files = bool(text_files(name))
+        if are_files and config.task_column and len(config.dataset) == 1:
+            raise UsageError(
+                f"task_column={config.task_column} is a column, and dataset={name} holds texts, whose names"
+                " are those of the files; leave it out"
+            )
+        if message := texts_beside_rows(name):
+            notice(Warn(message))
+        read = partial(documents, config, read, notes.append, are_files)
+    store = prepare(name, content, read, config, tokenizer, notice, notes=notes)
     strata, contents, used = strata_of(store), dict[str, np.ndarray](), list[UsedSplits]()
     if config.learner.ordered:
         strata = long_enough(config, store, strata, notice)
@@ -567,7 +584,7 @@ def reader_of(
             saved, kept = datasets.load_from_disk(name), files_digest(sorted(Path(name).rglob("*.arrow")))
         return digest([kept, config.dataset_split]), lambda bad: split_rows(name, saved, config.dataset_split)
     if texts := text_files(name) if config.learner.ordered else []:
-        return files_digest(texts), lambda bad: read_texts(Path(name), texts, bad)
+        return texts_digest(Path(name), texts), lambda bad: read_texts(Path(name), texts, bad)
     if images := image_rows(name):
         stats = [(row.values["image"], Path(name, row.values["image"]).stat().st_size) for row in images]
         return digest(stats), lambda bad: images  # the files are not read before an episode needs them

@@ -7,9 +7,10 @@ A row of a task has `--context` tokens before its chunk, on which no loss is tak
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +20,11 @@ from fmmeta.common.security import inside
 from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
-from fmmeta.tasks.data.columns import Bad, Row, column_like, is_missing, pick
-from fmmeta.tasks.data.files import TEXTS
+from fmmeta.tasks.data.columns import Bad, Row, cell, column_like, is_missing, pick
+from fmmeta.tasks.data.files import files_of, is_document
+from fmmeta.tasks.data.rows import prefixed
 from fmmeta.tasks.data.splits import few
-from fmmeta.tasks.data.token_store import TokenStore, digest
+from fmmeta.tasks.data.token_store import TokenStore, digest, files_digest
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 from fmmeta.tasks.sources.base import ClassKey, Draw, EpisodeRows, TaskSource
 
@@ -42,6 +44,9 @@ class Stretch(Draw):
         end = self.begin + self.config.chunks * self.config.chunk
         examples = chunked(ids, self.config, self.begin, end)
         return EpisodeRows(self.task, examples, examples, samples=tuple([one] for one in examples))
+
+    def identity(self) -> Any:
+        return [[one.input_ids, one.labels] for one in self.read().support]
 
 
 def chunked(ids: Sequence[int], config: Config, begin: int, end: int) -> list[Example]:
@@ -111,13 +116,65 @@ def long_enough(
     return kept
 
 
-def text_files(dataset: str) -> list[Path]:
-    """The .txt and .md files of a folder and its folders, or the file itself; none of any other data set."""
+def text_files(dataset: str | Path) -> list[Path]:
+    """The .txt and .md files of a folder and its folders, or the file itself; none of any other data set, nor
+    of a folder with files of rows (`texts_beside_rows`). Raises `UsageError` for a link that is not followed.
+    """
     root = Path(dataset)
     if root.is_file():
-        return [root] if root.suffix in TEXTS else []
-    found = [inside(root, path) for path in sorted(root.rglob("*")) if path.suffix in TEXTS]
-    return [path for path in found if path.is_file() and not path.name.startswith(".")]
+        return [root] if is_document(root) else []
+    return [] if root.is_dir() and files_of(root) else texts_below(root)
+
+
+def texts_below(root: Path) -> list[Path]:
+    """The .txt and .md files of a folder and its folders that are not hidden, sorted; see `text_files`."""
+    found = list[Path]()
+    for path in sorted(root.rglob("*")):
+        if any(part.startswith(".") for part in path.relative_to(root).parts):
+            continue
+        if path.is_symlink() and (path.is_dir() or (is_document(path) and not path.exists())):
+            what = "a folder, which is not followed" if path.is_dir() else "nothing"
+            raise UsageError(f"{path} is a link to {what}; copy what it names, or remove the link")
+        if is_document(path) and path.is_file():
+            found.append(inside(root, path))
+    return found
+
+
+def texts_beside_rows(dataset: str | Path) -> str:
+    """A message about .txt and .md files that are not read, since the folder has files of rows; one about a
+    README.md alone, which tells of the rows, is empty.
+    """
+    root = Path(dataset)
+    if not root.is_dir() or text_files(root) or not (rows := files_of(root)):
+        return ""
+    if not (texts := [path for path in texts_below(root) if path.name != "README.md"]):
+        return ""
+    return (
+        f"{dataset}: the rows of {rows[0].name} are read, and {counted(len(texts), '.txt or .md file')}"
+        f" ({few([str(path.relative_to(root)) for path in texts])}) beside them not; move one kind to another"
+        " folder"
+    )
+
+
+def texts_digest(root: Path, files: Sequence[Path]) -> str:
+    """A digest of the names, sizes and bytes of text files."""
+    sizes = [(str(path.relative_to(root)), path.stat().st_size) for path in files if path != root]
+    return digest([sizes, files_digest(files)])
+
+
+def document_column(config: Config, columns: Collection[str]) -> str | None:
+    """The column with the name of a row's document: --task_column, else `document` or `task`. Raises
+    `UsageError` if there is not the one that is asked for.
+    """
+    if config.task_column is not None:
+        return pick(config, columns, "task_column")
+    return column_like("document", columns) or column_like("task", columns)
+
+
+def document_of(config: Config, row: Row) -> str | None:
+    """The name of a row's document, if it has one."""
+    name = row.values.get(str(document_column(config, row.values)))
+    return None if is_missing(name) else str(name)
 
 
 def read_texts(root: Path, files: Iterable[Path], bad: Bad) -> Iterator[Row]:
@@ -137,26 +194,33 @@ def read_texts(root: Path, files: Iterable[Path], bad: Bad) -> Iterator[Row]:
 def documents(
     config: Config,
     read: Callable[[Bad], Iterable[Row]],
-    notice: Callable[[str], None],
+    note: Callable[[str], None],
     are_files: bool,
     bad: Bad,
 ) -> Iterator[Row]:
-    """Rows with the name of their document in the column `task`: that of --task_column, else of a column
-    `document` or `task`, else a hash of the text.
+    """Rows with the name of their document in the column `task`: the name of the file, or that of
+    `document_column`, else a hash of the text.
 
     Of rows that are whole documents, files or without a name, near duplicates are left out: more than half of
     their long lines, by characters, are in documents before them; of those without such lines, equal ones. So
-    are empty texts.
+    are empty texts. note: gets a line about those.
     """
     seen, left_out, empty = set[bytes](), list[str](), list[str]()
     for row in read(bad):
-        value, values = row.values.get(str(pick(config, row.values, "text_column"))), row.values
-        named = config.task_column or column_like("document", values) or column_like("task", values)
-        name, text = values.get(str(named)), str(value)
-        if value == "":
-            empty.append(row.origin)
+        values = row.values
+        try:
+            with prefixed(f"{row.origin}:"):
+                column = str(pick(config, values, "text_column"))
+                name = values["task"] if are_files else document_of(config, row)
+            if values[column] == "":
+                empty.append(row.origin)
+                continue
+            with prefixed(row.origin):
+                text = cell(row, column)
+        except UsageError as error:
+            bad(error)
             continue
-        if are_files or is_missing(name):
+        if are_files or name is None:
             lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= SAME_LINE] or [text]
             keys = [hashlib.blake2b(line.encode(errors="replace"), digest_size=8).digest() for line in lines]
             shared = sum(len(line) for line, key in zip(lines, keys, strict=True) if key in seen)
@@ -164,9 +228,9 @@ def documents(
             if shared > SAME_SHARE * sum(map(len, lines)):
                 left_out.append(row.origin)
                 continue
-        name = digest(text)[:12] if is_missing(name) else name
+        name = digest(text)[:12] if name is None else name
         yield replace(row, values={**values, config.task_column or "task": name})
     for what, found in (("whose lines are mostly in earlier ones", left_out), ("without a text", empty)):
         if found:
             count = counted(len(found), "document")
-            notice(Warn(f"left out: {count} {what}, the first: {found[0]}"))
+            note(f"left out: {count} {what}, the first: {found[0]}")
