@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -61,6 +62,7 @@ ELSEWHERE = {
     ("in_context", "plain"): "tests/unit/test_answers.py",
     ("none", "plain"): "tests/unit/test_joint.py",
 }
+OF_KIND = "ttt"  # an algorithm of one kind of task, which the matrix does not have
 MODULES = ("bounded_staleness", "multi_task", "noise_scale", "support_batches")
 
 
@@ -88,7 +90,13 @@ def parity_cases() -> tuple[tuple[str, dict[str, Any]], ...]:
     cases = [*matrix.full(), *matrix.pairwise(), *matrix.spread()]
     for name in MODULES:
         cases += import_module(f"tests.distributed.test_{name}").CASES
-    return tuple((layout_of(case), settings_of(case, matrix)) for case in cases)
+    learners = import_module("tests.distributed.test_learner_parity")
+    of_kind = [  # what else they set has no row in the tables
+        (layout_of(case), settings_of(replace(case, also="nothing"), matrix))
+        for case in learners.cases_of([*learners.FAST, *learners.SLOW])
+        if case.algorithm.startswith(OF_KIND)
+    ]
+    return (*((layout_of(case), settings_of(case, matrix)) for case in cases), *of_kind)
 
 
 def layout_of(case: Any) -> str:
