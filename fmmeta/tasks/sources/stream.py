@@ -164,7 +164,7 @@ def texts_digest(root: Path, files: Sequence[Path]) -> str:
 
 def document_column(config: Config, columns: Collection[str]) -> str | None:
     """The column with the name of a row's document: --task_column, else `document` or `task`. Raises
-    `UsageError` if there is not the one that is asked for.
+    `UsageError` if --task_column is none of the columns.
     """
     if config.task_column is not None:
         return pick(config, columns, "task_column")
