@@ -162,7 +162,7 @@ def opened(source: TaskSource | None, notes: dict[str, None]) -> tuple[list[Open
 
 def show_splits(progress: Progress, config: Config, tasks: Mapping[str, Sequence[OpenedTask]]) -> None:
     """A table of tasks, classes and rows by split."""
-    classes = config.learner.of_classes
+    classes = config.draws_classes
     table = list[list[str]]()
     for split, found in tasks.items():
         if not found:

@@ -111,7 +111,7 @@ class ModelConfig(LoadConfig):
     )
     lora_r: int = setting(
         None,
-        "Rank of LoRA adapters, which are trained instead of the base's weights; 0: train all weights",
+        "Rank of the LoRA adapters to train; 0: train all weights",
         least=0,
         open=0,
         remembered=True,
@@ -321,8 +321,9 @@ class TaskConfig(RowConfig):
     answers: str | None = setting(
         None,
         "causal_lm: tasks of --n_way classes, whose answers are the names of the classes, words of one token"
-        " that each episode draws (symbols), or the names of other classes of the episode (flipped)",
-        ("names", "symbols", "flipped"),
+        " that each episode draws (symbols), or the names of other classes of the episode (flipped); none:"
+        " tasks of pairs, also where the model stores another value",
+        ("none", "names", "symbols", "flipped"),
         keyed=True,  # without a column of tasks
         remembered=True,
         of="generates",
@@ -1012,6 +1013,7 @@ class Config(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfig, P
         for item in fields(self):
             value = of_type(type(self), item.name, getattr(self, item.name))
             setattr(self, item.name, default_of(item) if value is None else value)
+        self.answers = None if self.answers == "none" else self.answers
         self.label_names = label_texts_of(self.label_names)
         if self.peft_config:
             apply_peft_options(self)

@@ -161,7 +161,8 @@ def with_model(settings: EvaluateConfig, model: str) -> EvaluateConfig:
     kind = stored_kind(remembered(settings.model_source))
     if not remembered(model) and kind.generates and settings.task_type in (None, kind.name):
         names = ["task_type", "prompt_template", "max_length", "peft_config", "lora_r", "lora_alpha"]
-        names += ["lora_target_modules", *(InnerConfig.__dataclass_fields__ if settings.finetunes else ())]
+        names += ["lora_target_modules", "answers"]
+        names += InnerConfig.__dataclass_fields__ if settings.finetunes else ()
         first = settings.run_config()
         values = {name: getattr(first, name) for name in names if name in REMEMBERED}
     return replace(settings, **values, model_name_or_path=model, model_revision=None, compare=None)
@@ -172,6 +173,12 @@ def check_compare_model(settings: EvaluateConfig, model: str) -> None:
     first = settings.run_config()
     try:
         second = with_model(settings, model).run_config()
+        if second.task_type == first.task_type and second.answers != first.answers:
+            ours, theirs = (one.answers or "none" for one in (first, second))
+            raise UsageError(
+                f"compare={model} learns with answers={theirs}, and"
+                f" model_name_or_path={settings.model_name_or_path} with answers={ours}; give --answers"
+            )
         if second.task_type == first.task_type:
             empty_learner(second, describe(second))
             return

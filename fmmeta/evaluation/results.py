@@ -115,8 +115,9 @@ def check_comparable(
             *(
                 (
                     cell.episodes != prints[cell.k_shot],
-                    f"compare={settings.compare}: the other results are of other episodes; use the same"
-                    " data, --seed, --episodes, and numbers of classes, queries or chunks",
+                    f"compare={settings.compare or settings.model_name_or_path}: the other results are of"
+                    " other episodes; use the same data, --seed, --episodes, numbers of classes, queries or"
+                    " chunks, and for --answers symbols models of one tokenizer",
                 )
                 for cell in common
             ),

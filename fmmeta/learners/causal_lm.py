@@ -66,12 +66,18 @@ class CausalLearner(HFLearner):
             stored = dict[str, Any]()
             if answered:
                 right = answers_of(row, answer)
+                if config.answers and right[1:]:
+                    raise UsageError(
+                        f"has {len(right)} answers in {answer}, which with answers={config.answers} is the"
+                        " name of a class; write one"
+                    )
                 several = {"answers": right[1:] and right, "options": options_of(row, options, right)}
                 stored = {"output": right[0], **{name: texts for name, texts in several.items() if texts}}
             text, alone = source.read(row)
             return {"input": text, **({} if alone == text else {"alone": alone}), **stored}
 
-        return RowReader(read, (*source.columns, answer, options))
+        label = answer if config.answers else ""
+        return RowReader(read, (*source.columns, answer, *([] if label else [options])), label)
 
     @classmethod
     def content(cls, row: Any) -> Sequence[str]:

@@ -241,12 +241,19 @@ def refuse_without_match(learner: HFLearner, config: Config) -> None:
 
 
 def numbers_of_layers(hf: Any, wanted: int | list[int]) -> dict[int, int]:
-    """peft's number of each of the wanted layers; negative ones count from the last layer."""
+    """peft's number of each of the wanted layers; negative ones count from the last layer.
+
+    Raises `UsageError` for what is no number of a layer.
+    """
     layers = getattr(hf.config.get_text_config(), "num_hidden_layers", 0)
-    return {
-        number: number + layers if number < 0 else number
-        for number in (wanted if isinstance(wanted, list) else [wanted])
-    }
+    numbers = wanted if isinstance(wanted, list) else [wanted]
+    for number in numbers:
+        if type(number) is not int or number < -layers or number >= (layers or math.inf):
+            raise UsageError(
+                f"peft_config: layers_to_transform {number} is no layer of {type(hf).__name__}, which has"
+                f" {layers}; use numbers from {-layers} to {layers - 1}"
+            )
+    return {number: number + layers if number < 0 else number for number in numbers}
 
 
 def adapted_layers(hf: Any) -> Iterator[tuple[str, str, Any]]:

@@ -75,7 +75,12 @@ def swap_words(example: TextExample, rng: np.random.Generator) -> TextExample:
 
 
 def name_classes(episode: EpisodeRows, rng: np.random.Generator) -> EpisodeRows:
-    """Put the names of the episode's classes before every text."""
+    """Put the names of the episode's classes before every text. Raises `UsageError` where it has none."""
+    if not episode.classes:
+        raise UsageError(
+            f"episode_transforms={__name__}:name_classes puts names of classes before texts, and answers of"
+            " a language model are none; leave it out"
+        )
     prompt = " | ".join(name.replace("_", " ") for name in episode.classes)
     support, query = (
         [replace(e, text=f"{prompt}: {e.text}") for e in rows] for rows in (episode.support, episode.query)

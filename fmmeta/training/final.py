@@ -396,7 +396,10 @@ def incomparable(
     if not config.init_interpolation:
         return "init_interpolation=0 exports the weights at the start; use them as they are"
     if compared is not None and compared.units == 1:
-        return f"one of the {nouns} is in all episodes, so there is no interval; hold out {FEW} or more"
+        return (
+            f"one of the {nouns} is in all episodes, so there is no interval; hold out {FEW} or more, or"
+            f" raise test_episodes={config.test_episodes}"
+        )
     if compared is not None:
         return "" if name else "a loss is not finite; use lower rates"
     if not config.test_episodes:

@@ -17,7 +17,7 @@ from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import EpisodeShape
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import refusal, write_rows
-from tests.support.messages import check_message
+from tests.support.messages import check_message, check_text, exit_code
 
 CLASSES = 15
 
@@ -142,6 +142,55 @@ def test_a_run_and_an_evaluation_use_the_answers_that_the_model_was_trained_with
     assert shares == pytest.approx([*map(round, shares)])
 
 
+def test_models_are_compared_on_the_answers_of_the_first(settings, tmp_path, capsys):
+    """Also with a base that stores none; one that was trained with others is refused before any score."""
+    for answers in ("symbols", "flipped"):
+        run = {"output_dir": str(tmp_path / answers), "outer_steps": 1, "inner_steps": 1}
+        MetaTrainer(Config(**{**settings, **run, "answers": answers}, eval_episodes=0)).train()
+    model, other = (str(tmp_path / answers / "model") for answers in ("symbols", "flipped"))
+    words = ["evaluate", "--model_name_or_path", model, "--dataset", *settings["dataset"]]
+    words += ["--n_way", "3", "--k_shot", "2", "--num_query", str(settings["num_query"]), "--episodes", "2"]
+    assert exit_code([*words, "--compare", "tiny"]) == 0
+    capsys.readouterr()
+    assert exit_code([*words, "--compare", other]) == 2
+    captured = capsys.readouterr()
+    check_message(
+        captured.err, f"compare={other} learns with answers=flipped", "answers=symbols", "--answers"
+    )
+    assert "accuracy" not in captured.out
+    assert exit_code([*words, "--compare", other, "--answers", "names"]) == 0
+
+
+def test_a_model_that_learned_classes_is_used_for_pairs(settings, tmp_path):
+    run = {"output_dir": str(tmp_path / "run"), "outer_steps": 1, "inner_steps": 1}
+    MetaTrainer(Config(**settings, **run, eval_episodes=0)).train()
+    model = str(tmp_path / "run" / "model")
+    pairs = {"dataset": ["words"], "k_shot": [2], "num_query": 2, "episodes": 2, "answers": "none"}
+    assert fmmeta.evaluate(model, **pairs)["cells"]
+    assert Config(**{**settings, "answers": "none", "n_way": 5}).answers is None
+
+
+def test_rows_that_are_doubtful_as_classes_are_told(settings, tmp_path):
+    rows = [{"text": f"some text {n} of {c}", "label": f"class {c}"} for c in range(12) for n in range(9)]
+    rows += [{"text": f"other {n}", "label": "class 0 "} for n in range(9)]
+    rows += [{"text": "some text 0 of 0", "label": "class 1"}]
+    given, notices = {**settings, "dataset": [str(write_rows(tmp_path / "r.jsonl", rows))]}, list[str]()
+    config = Config(**given)
+    tokenizer = load_tokenizer(config, describe(config), print)
+    load_sources(config, tokenizer, notices.append)
+    check_text("\n".join(notices), "class 0", "in more than one class")
+    rows[0]["label"] = ["class 0", "class 3"]
+    write_rows(tmp_path / "r.jsonl", rows)
+    message = refusal(lambda: load_sources(config, tokenizer, print))
+    check_message(message, "r.jsonl:1 has 2 answers in label", "write one")
+
+
+def test_inspect_counts_classes(settings, capsys):
+    words = ["inspect", *settings["dataset"], "--task_type", "causal_lm", "--answers", "symbols"]
+    assert exit_code([*words, "--n_way", "3", "--k_shot", "2", "--num_query", "1"]) == 0
+    check_text(capsys.readouterr().out, "of 3 classes", "rows per class")
+
+
 @pytest.mark.parametrize(
     ("changes", "fragments"),
     [
@@ -149,7 +198,7 @@ def test_a_run_and_an_evaluation_use_the_answers_that_the_model_was_trained_with
         ({"n_way": 1}, ["n_way=1 is below 2"]),
         ({"n_way": 40}, ["n_way=40 is above the", "lower n_way"]),
         ({"n_way_max": 4}, ["n_way_max=4 means nothing for task_type=causal_lm"]),
-        ({"answers": "letters"}, ["answers=letters is unknown; use names, symbols or flipped"]),
+        ({"answers": "letters"}, ["answers=letters is unknown; use none, names, symbols or flipped"]),
     ],
     ids=str,
 )

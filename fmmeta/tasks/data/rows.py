@@ -205,7 +205,8 @@ class Tabulator:
         if self.stratum and (self.config.stratum_column or is_text(row.values.get(self.stratum))):
             values["stratum"] = cell(row, self.stratum)  # rows without a usual one are in that of `all`
         if pair := self.kind.pair:
-            values["parts"] = self.kind.content(stored)
+            # an answer is learned with its input, a class is what inputs are compared between
+            values["parts"] = self.kind.content(stored)[: 1 if self.config.answers else None]
             values["input"], values["target"] = stored[pair[0]], stored[pair[1]]
             if self.images:
                 values["image"], pair = stored["image"], (*pair, "image")

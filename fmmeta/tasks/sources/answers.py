@@ -14,6 +14,7 @@ Wei et al., "Larger language models do in-context learning differently", 2023 (a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class ClassAnswers:
         """Those of --answers. Raises `UsageError` where there are fewer symbols than classes."""
         if config.answers is None:
             return None
-        symbols = words_of_one_token(config, tokenizer) if config.answers == "symbols" else ()
+        symbols = words_of_one_token(config.prompt_template, tokenizer) if config.answers == "symbols" else ()
         if config.answers == "symbols" and len(symbols) < config.n_way:
             raise UsageError(
                 f"answers=symbols with n_way={config.n_way}: the tokenizer has {len(symbols)} words of one"
@@ -92,9 +93,12 @@ class ClassAnswers:
         return replace(draw, support=support, store=rows, classes=(), keys=())
 
 
-def words_of_one_token(config: Config, tokenizer: Any) -> tuple[str, ...]:
-    """The words of lower-case ASCII letters that are one token of an answer, in alphabetical order."""
-    prompt = make_prompt(config.prompt_template, tokenizer)
+@lru_cache(maxsize=2)  # a second of computing, for each split and each file of a task
+def words_of_one_token(template: str, tokenizer: Any) -> tuple[str, ...]:
+    """The words of lower-case ASCII letters that are one token of an answer, in alphabetical order. Some are
+    parts of words.
+    """
+    prompt = make_prompt(template, tokenizer)
     texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
     words = sorted(
         {one for one in map(str.strip, texts) if one.isascii() and one.isalpha() and one.islower()}
