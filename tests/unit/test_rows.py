@@ -145,7 +145,7 @@ def test_empty_columns_of_a_spreadsheet_may_have_no_name(tmp_path):
     assert read_rows(str(tmp_path / "e.csv"))[0].values == {"text": "x", "label": "y", "": ""}
 
 
-KINDS = ".jsonl, .json, .csv, .tsv, .parquet file (.gz too)"
+KINDS = ".jsonl, .json, .csv, .tsv, .parquet file (.gz too; .txt, .md for documents)"
 
 
 @pytest.mark.parametrize(
@@ -638,8 +638,7 @@ def test_a_task_file_whose_name_is_not_utf8_is_refused(tmp_path):
     Path(os.fsdecode(os.fsencode(tmp_path / "stratum") + b"/caf\xe9.jsonl")).write_text("{}")
     check_message(
         refusal(task_files, str(tmp_path), 64),
-        f"dataset={tmp_path} has the file",
-        "no name in UTF-8",
+        "caf\\udce9.jsonl': the name of the file is no UTF-8",
         "rename it",
     )
 

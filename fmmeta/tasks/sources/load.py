@@ -27,7 +27,7 @@ import numpy as np
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import inside
-from fmmeta.common.text import broken_text, counted, nearest, shortened
+from fmmeta.common.text import counted, nearest, shortened
 from fmmeta.config.fields import refuse_first, shown
 from fmmeta.config.json_files import read_object
 from fmmeta.config.settings import Config
@@ -199,8 +199,6 @@ def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
     named: dict[str, TaskFile] = {}
     for path in files:
         name = f"{path.parent.name}/{stem(path)}"
-        if broken_text(name):
-            raise UsageError(f"dataset={dataset} has the file {shortened(name)}, no name in UTF-8; rename it")
         if name in named:
             raise UsageError(f"dataset={dataset} has two files for the task {name}; rename one")
         named[name] = TaskFile(name, path.parent.name, path, *glance(path, max_length))
