@@ -161,6 +161,8 @@ class FewShotConfig(OfStoredModel, ModelConfig, RowConfig, InnerConfig):
                 )
             replaced |= {"inner_optimizer", *BELONG_TO["inner_optimizer"]}
         stored = {name: memory[name] for name in REMEMBERED if name in memory and name not in replaced}
+        if "answers" not in shared:  # a command that learns the answers that its file has
+            stored.pop("answers", None)
         if (find(given["task_type"]) if "task_type" in given else stored_kind(memory)).ordered:
             given["n_way"] = values["n_way"] = None
         config = Config(**{**stored, **given, "algorithm": "none", **values})

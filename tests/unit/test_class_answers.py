@@ -168,6 +168,11 @@ def test_a_model_that_learned_classes_is_used_for_pairs(settings, tmp_path):
     pairs = {"dataset": ["words"], "k_shot": [2], "num_query": 2, "episodes": 2, "answers": "none"}
     assert fmmeta.evaluate(model, **pairs)["cells"]
     assert Config(**{**settings, "answers": "none", "n_way": 5}).answers is None
+    rows = [{"input": f"{n} plus 1", "output": [str(n + 1), f"number {n + 1}"]} for n in range(4)]
+    file = write_rows(tmp_path / "pairs.jsonl", rows)
+    assert fmmeta.adapt(model, str(file), output_dir=tmp_path / "adapted", early_stopping=False).predict(
+        ["1"]
+    )
 
 
 def test_rows_that_are_doubtful_as_classes_are_told(settings, tmp_path):

@@ -358,6 +358,9 @@ def test_the_same_bytes_in_files_of_other_names_are_other_documents(folder):
     for number in (0, 2):
         (folder / "de" / f"{number}.txt").write_text("".join(texts[number : number + 2]))
     assert len(names_of_documents(folder)) == 2
+    for name in ("one.txt", "another.txt"):
+        (folder.parent / name).write_text(texts[0])
+        assert [*names_of_documents(folder.parent / name)] == [name]
 
 
 def test_what_is_left_out_is_told_whenever_the_store_is_opened(folder):

@@ -158,8 +158,13 @@ def texts_beside_rows(dataset: str | Path) -> str:
 
 def texts_digest(root: Path, files: Sequence[Path]) -> str:
     """A digest of the names, sizes and bytes of text files."""
-    sizes = [(str(path.relative_to(root)), path.stat().st_size) for path in files if path != root]
+    sizes = [(name_below(root, path), path.stat().st_size) for path in files]
     return digest([sizes, files_digest(files)])
+
+
+def name_below(root: Path, path: Path) -> str:
+    """The name of a document: that of its file below the folder, or of the file that is the data set."""
+    return path.name if path == root else str(path.relative_to(root))
 
 
 def document_column(config: Config, columns: Collection[str]) -> str | None:
@@ -186,9 +191,9 @@ def read_texts(root: Path, files: Iterable[Path], bad: Bad) -> Iterator[Row]:
         except UsageError as error:
             bad(error)
             continue
-        name = path.relative_to(root) if path != root else Path(path.name)
-        stratum = str(name.parent) if name.parent.name else "all"
-        yield Row({"text": text, "task": str(name), "stratum": stratum}, str(path))
+        name = name_below(root, path)
+        stratum = str(Path(name).parent) if Path(name).parent.name else "all"
+        yield Row({"text": text, "task": name, "stratum": stratum}, str(path))
 
 
 def documents(
