@@ -12,6 +12,7 @@ from tests.support.matrix import (
     ParityFixture,
     assert_export_gives_logits,
     fast_and_slow_cases,
+    kind_of,
     selected,
     tolerance,
 )
@@ -169,13 +170,11 @@ def kinds(tmp_path_factory):
 @pytest.fixture(scope="module")
 def launches(request, tmp_path_factory, kinds):
     bench = ParityFixture(tmp_path_factory.mktemp("parity"))
-    return Launches(bench, selected(request), lambda case: case.layout)
+    return Launches(bench, selected(request), kind_of)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "case", fast_and_slow_cases(cases_of(FAST), cases_of(SLOW), lambda case: case.layout)
-)
+@pytest.mark.parametrize("case", fast_and_slow_cases(cases_of(FAST), cases_of(SLOW), kind_of))
 def test_ends_where_the_oracle_ends(case, launches):
     """An own loss of classes matters: without it a run ends elsewhere."""
     theta, _ = launches.outcome(case)
