@@ -302,7 +302,6 @@ RUNS = {  # recipe: ranks, model, data, and what makes it small
     "intents_fomaml": (1, save_bert, INTENTS, ""),
     "language_lora": (1, save_llama, PAIRS, '--tune={"episodes":2,"inner_lrs":[0.1],"max_steps":2}'),
     "language_in_context": (1, save_llama, PAIRS, ""),
-    "language_symbols": (1, save_llama, INTENTS, '--peft_config={"layers_to_transform":[-1]}'),
     "8b_zero3": (2, save_llama, PAIRS, f"--deepspeed {ROOT}/ds_configs/zero3.json --group_size 2"),
     "pipeline": (2, save_llama, PAIRS, "--group_size 2 --pipeline_stages 2"),
     "elastic": (1, save_bert, INTENTS, "--groups 2"),
