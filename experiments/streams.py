@@ -53,7 +53,7 @@ STREAMS = replace(STREAM, learner=Cached)
 
 
 def documents(study: Study, cell: Cell) -> dict[str, Any]:
-    """Write the texts of `documents` (stratum: files of packages) anew; their numbers and digests."""
+    """Write the texts of `documents` (stratum: files of packages) again; their numbers and digests."""
     shutil.rmtree(Path(study.folder, "documents"), ignore_errors=True)
     return unpacked(study, cell)
 

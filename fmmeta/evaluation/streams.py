@@ -13,7 +13,7 @@ from fmmeta.tasks.sources.stream import Stretch
 from fmmeta.training.scoring import score_of
 
 TOKEN_BYTES = 8  # of a token in a batch
-LONGEST_CHARACTER = 8  # tokens of a character at most, and more: bytes of UTF-8 are four
+TOKENS_BEFORE = 8  # decoded before a chunk; a character has at most four, one for each of its bytes
 POSITIONS = (0, 256, 1024, 4096, 16384)
 """Tokens of a stretch where a range of positions begins."""
 
@@ -31,7 +31,7 @@ def bits_and_bytes(
         tokens = [label for label in row.labels if label != IGNORE]
         seen = [*before, *tokens]
         size = len(whole_characters(tokenizer, seen)) - len(whole_characters(tokenizer, before))
-        before = seen[-LONGEST_CHARACTER:]
+        before = seen[-TOKENS_BEFORE:]
         yield one.loss * len(tokens) / math.log(2), size
 
 

@@ -376,6 +376,8 @@ def test_rows_win_over_texts_beside_them_and_the_log_says_so(folder):
     assert "beside them" not in "\n".join(notices)
     notices = written(folder, {"more/a.txt": long_text(6)})
     check_text("\n".join(notices), "rows of rows.jsonl are read, and 1 .txt or .md file (more/a.txt)")
+    (folder / "linked").symlink_to(folder.parent)  # of no interest where rows are read
+    assert len(names_of_documents(folder)) == 4
 
 
 def test_endings_in_capitals_are_read_and_hidden_folders_are_not(folder):

@@ -205,7 +205,7 @@ class Tabulator:
         if self.stratum and (self.config.stratum_column or is_text(row.values.get(self.stratum))):
             values["stratum"] = cell(row, self.stratum)  # rows without a usual one are in that of `all`
         if pair := self.kind.pair:
-            # an answer is learned with its input, a class is what inputs are compared between
+            # with --answers rows are compared by their inputs alone, as rows with a class are
             values["parts"] = self.kind.content(stored)[: 1 if self.config.answers else None]
             values["input"], values["target"] = stored[pair[0]], stored[pair[1]]
             if self.images:

@@ -123,21 +123,20 @@ def text_files(dataset: str | Path) -> list[Path]:
     root = Path(dataset)
     if root.is_file():
         return [root] if is_document(root) else []
-    return [] if root.is_dir() and files_of(root) else texts_below(root)
-
-
-def texts_below(root: Path) -> list[Path]:
-    """The .txt and .md files of a folder and its folders that are not hidden, sorted; see `text_files`."""
-    found = list[Path]()
-    for path in sorted(root.rglob("*")):
-        if any(part.startswith(".") for part in path.relative_to(root).parts):
-            continue
+    if root.is_dir() and files_of(root):
+        return []
+    found = visible(root)
+    for path in found:
         if path.is_symlink() and (path.is_dir() or (is_document(path) and not path.exists())):
             what = "a folder, which is not followed" if path.is_dir() else "nothing"
             raise UsageError(f"{path} is a link to {what}; copy what it names, or remove the link")
-        if is_document(path) and path.is_file():
-            found.append(inside(root, path))
-    return found
+    return [inside(root, path) for path in found if is_document(path) and path.is_file()]
+
+
+def visible(root: Path) -> list[Path]:
+    """All that is in a folder and its folders, sorted, without hidden files and folders."""
+    paths = sorted(root.rglob("*"))
+    return [path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts)]
 
 
 def texts_beside_rows(dataset: str | Path) -> str:
@@ -147,7 +146,8 @@ def texts_beside_rows(dataset: str | Path) -> str:
     root = Path(dataset)
     if not root.is_dir() or text_files(root) or not (rows := files_of(root)):
         return ""
-    if not (texts := [path for path in texts_below(root) if path.name != "README.md"]):
+    texts = [path for path in visible(root) if is_document(path) and path.name != "README.md"]
+    if not texts:
         return ""
     return (
         f"{dataset}: the rows of {rows[0].name} are read, and {counted(len(texts), '.txt or .md file')}"
