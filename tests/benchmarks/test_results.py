@@ -40,7 +40,6 @@ UNFINISHED = (
     "intents",
     "full_way",
     "gradient_steps",
-    "streams",
     "ranks",
     "one_step",
     "symbols",
