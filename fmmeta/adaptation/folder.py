@@ -16,7 +16,15 @@ from fmmeta.adaptation.model import AdaptedModel, LoadedModel
 from fmmeta.adaptation.task_learner import Encoded, TaskExamples, TaskLearner
 from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.hf_export import export, export_adapters, write_json
-from fmmeta.checkpoint.model_card import INPUT, Content, code, escaped, inner_loop, public_name
+from fmmeta.checkpoint.model_card import (
+    INPUT,
+    Content,
+    code,
+    escaped,
+    inner_loop,
+    public_name,
+    trained_weights,
+)
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import printable, publish, sync
 from fmmeta.common.text import counted, units_of
@@ -257,7 +265,7 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task:
         "support": f"{source}: {examples}{of_classes}",
         "prompt": "the examples precede every input" if prompt else "",
         "inner loop": inner_loop(config, adapted.inner_steps),
-        "trained weights": f"LoRA adapters of rank {config.lora_r}" if config.lora_r else "",
+        "trained weights": trained_weights(config),
         "accuracy on examples left out": ""
         if left_out is None
         else f"{100 * left_out:.1f} %; the steps were chosen on them",

@@ -212,6 +212,8 @@ class TaskLearner:
         longest = replace(config, inner_steps=config.inner_steps * (2 if self.chooses else 1))
         setup = rules.setup(longest, model.worker, model.head_names, config.most_classes, settings.bf16)
         self.inner = with_stored_rates(settings, longest, setup.inner, model.worker)
+        if learns:
+            rules.refuse_still_head(config, self.inner, model.worker)
         self.theta = model.worker.read()
         self.written: Path | None = None  # the folder of the last task that was written
         self.loop: MultiTaskInnerLoop | None = None

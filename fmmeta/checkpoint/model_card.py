@@ -213,6 +213,15 @@ def python_text(value: Any) -> str:
     return printable(json.dumps(value, ensure_ascii=False))
 
 
+def trained_weights(config: Config, merged: str = "") -> str:
+    """What was trained, for a card; "" for all weights. merged: what became of adapters."""
+    sets = {"changed by the inner loop": config.inner_parameters, "meta-trained": config.outer_parameters}
+    adapters = [f"LoRA adapters of rank {config.lora_r}{merged}"] if config.lora_r else []
+    return "; ".join(
+        [*adapters, *(f"{what}: {code(' '.join(given))}" for what, given in sets.items() if given)]
+    )
+
+
 def inner_loop(config: Config, steps: int | None) -> str:
     """What the card says of an inner loop; empty without steps."""
     text = f"{counted(steps or 0, 'step')} of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"

@@ -598,8 +598,8 @@ class MetaConfig:
     outer_parameters: list[str] = setting(
         [],
         "Parameters that the outer loop trains, named as inner_parameters; a task begins with the initial"
-        " values of all others. body with --lora_r 4 --inner_parameters adapters is LoRA-ML (default: all"
-        " weights, or adapters and head)",
+        " values of all others. body with --lora_r 4 --inner_parameters adapters head is LoRA-ML (default:"
+        " all weights, or adapters and head)",
         per_algorithm=True,
     )
     prototype_gradient: bool = setting(

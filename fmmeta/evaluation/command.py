@@ -52,6 +52,7 @@ from fmmeta.evaluation.settings import EvaluateConfig, has_inner_loop
 from fmmeta.evaluation.streams import stream_score
 from fmmeta.learners.files import base_model_name, remembered, trained_with, weights_state
 from fmmeta.learners.load import describe, empty_learner, suggest_chat
+from fmmeta.meta.algorithms.setup import refuse_still_head
 from fmmeta.meta.algorithms.ttt import OnlineLoop
 from fmmeta.meta.inner_loop import InnerResult
 from fmmeta.metrics.own import find_metrics
@@ -407,6 +408,7 @@ class EvaluatedModel:
         load = self.parts.load(episodes.source, prompts)
         reader = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice)
         inner = with_stored_rates(settings, self.config, self.parts.setup.inner, worker)
+        refuse_still_head(self.config, inner, worker)
         has_classes, losses = self.config.learner.of_classes, SupportLosses(self.config)
 
         def score(slot: int, task: Task, episode: Episode) -> EpisodeScore:

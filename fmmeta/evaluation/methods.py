@@ -42,7 +42,7 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import FewShotConfig
 from fmmeta.learners.files import cached_file, remembered
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.inner_optimizers import FIXED, HEAD, RATES_FILE, Rates
+from fmmeta.meta.inner_optimizers import FIXED, RATES_FILE, Rates
 from fmmeta.metrics.own import EpisodeMetrics
 from fmmeta.metrics.scores import STATS, EpisodeScore, episode_score, prediction_stats
 from fmmeta.parallel.process_groups import ProcessGroups
@@ -225,7 +225,7 @@ def with_stored_rates(settings: FewShotConfig, config: Config, inner: InnerLoop,
 def stored_rates(config: Config, inner: InnerLoop, worker: Worker) -> Rates:
     """The rates in the model's folder; those of `inner` if it has none.
 
-    Raises `UsageError` for rates of other layers, and for a head of zeros that no rate would move.
+    Raises `UsageError` for rates of other layers.
     """
     memory, rates = remembered(config.model_source), inner.rates
     stored = memory.get("inner_rates")
@@ -239,12 +239,6 @@ def stored_rates(config: Config, inner: InnerLoop, worker: Worker) -> Rates:
             f"model_name_or_path={config.model_name_or_path}: the inner rates in fmmeta.json are of other"
             f" layers than lora_r={config.lora_r} and inner_parameters={shown(config.inner_parameters)}"
             " change; leave --lora_r and --inner_parameters out, or give --inner_lr"
-        )
-    if config.head_init == "zero" and inner.head.names and not any(columns.get(HEAD) or ()):
-        raise UsageError(
-            f"model_name_or_path={config.model_name_or_path} does not train its head, which was learned for"
-            f" {memory.get('classes', memory.get('n_way'))} classes, and a head of zeros would stay zero;"
-            " give tasks of as many classes, --head_init prototype, or --inner_lr"
         )
     return replace(rates, table=torch.tensor([*columns.values()], dtype=torch.float64).T.contiguous())
 

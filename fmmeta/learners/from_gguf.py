@@ -23,7 +23,7 @@ from fmmeta.common.errors import UsageError, one_line, usage_errors
 from fmmeta.common.processes import hide_download_bars, quiet_logger
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import disk_trouble, publishing
-from fmmeta.config.fields import refuse_first, setting
+from fmmeta.config.fields import check_values, refuse_first, setting
 from fmmeta.learners.files import GENERATION_FILE
 from fmmeta.learners.prime_mlps import add_prime_mlps
 
@@ -49,6 +49,7 @@ class ConvertConfig:
 
 def run(settings: ConvertConfig) -> None:
     """`fmmeta convert`: write a folder that transformers and all commands read. Raises `UsageError`."""
+    check_values(settings)
     source, folder = Path(settings.model_name_or_path), Path(os.path.realpath(settings.output_dir))
     refuse_first(
         [

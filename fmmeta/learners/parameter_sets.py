@@ -45,21 +45,29 @@ def named_sets(learner: Learner) -> dict[str, set[str]]:
     }
 
 
+def shown_name(name: str) -> str:
+    """A parameter's name as its exported folder has it: peft puts `base_layer` into that of a layer with
+    adapters.
+    """
+    return name.removeprefix("hf.").replace(".base_layer.", ".")
+
+
 def select(
     setting: str, given: Sequence[str], among: Collection[str], sets: Mapping[str, set[str]]
 ) -> set[str]:
     """The parameters `among` that a list names. Raises `UsageError` for a name that fits none of them."""
     begin = given.index(EXCEPT) if EXCEPT in given else len(given)
+    if begin == len(given) - 1:
+        raise UsageError(f"{setting}={' '.join(given)} takes nothing out; name what follows {EXCEPT}")
     parts = (given[:begin], set[str]()), (given[begin + 1 :], set[str]())
     for patterns, found in parts:
         for pattern in patterns:
-            fitting = sets.get(pattern) or {
-                name for name in among if fnmatchcase(name.removeprefix("hf."), pattern)
-            }
+            fitting = sets.get(pattern) or {name for name in among if fnmatchcase(shown_name(name), pattern)}
             if not fitting & {*among}:
+                known = [name for name, fit in sets.items() if fit & {*among}]
                 raise UsageError(
-                    f"{setting}={pattern} fits no parameter that is trained; use {any_of(sets)}, or a name"
-                    " such as '*.mlp.*'"
+                    f"{setting}={pattern} fits no parameter that is trained; use {any_of(known)}, or a name"
+                    f" such as '*.mlp.*'{', or give --lora_r 8' if pattern == 'adapters' else ''}"
                 )
             found |= fitting & {*among}
     (_, chosen), (_, without) = parts
@@ -110,6 +118,16 @@ def choose_parameters(learner: Learner, config: Config) -> None:
             )
         for name in outer:
             params[name].requires_grad_(True)
+        if config.head_init != "learned" and not outer - sets["head"]:
+            raise UsageError(
+                f"outer_parameters={' '.join(config.outer_parameters)} trains nothing: every task initialises"
+                f" the head (head_init={config.head_init}); name other parameters, or use --head_init learned"
+            )
     among = trained | outer if config.inner_parameters else trained
     inner = select("inner_parameters", inner_parameters(config, learner), among, sets)
+    if config.lora_r and any(is_base(learner, name) for name in inner):
+        raise UsageError(
+            f"inner_parameters={' '.join(config.inner_parameters)} has weights below the adapters, which stay"
+            " as they are in the adapters of a task; use adapters head, or train without --lora_r"
+        )
     learner.inner_only, learner.outer_only = frozenset(trained - outer), frozenset((trained | outer) - inner)

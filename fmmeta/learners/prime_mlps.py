@@ -21,7 +21,7 @@ from torch import nn
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import hide_download_bars
 from fmmeta.common.security import publishing
-from fmmeta.learners.files import reading
+from fmmeta.learners.files import base_model_name, reading
 
 ZEROS = ("self_attn.o_proj", "mlp.down_proj")  # layers of an added block that begin with zeros
 
@@ -33,6 +33,8 @@ def add_prime_mlps(name: str, folder: Path, count: int) -> str:
     """
     hide_download_bars()
     given = f"prime_mlps={count}"
+    if base_model_name(name) != name:
+        raise UsageError(f"{given} needs a full model, and {name} has adapters; give its merged/ folder")
     with reading(name, "the model"):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             name, dtype="auto", use_safetensors=True

@@ -61,8 +61,9 @@ def best(layouts: Sequence[PlannedLayout]) -> dict[str, list[PlannedLayout]]:
 
 def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     plan, base, found = planner.plan, planner.base, best(layouts)
-    if base.outer_parameters and ADAPTERS in found:
-        found[f"outer parameters: {' '.join(base.outer_parameters)}"] = found.pop(ADAPTERS)
+    if base.outer_parameters:
+        named = f"outer parameters: {' '.join(base.outer_parameters)}"
+        found = {f"{named}{', under adapters' * (kind == ADAPTERS)}": ways for kind, ways in found.items()}
     (trained, *_), _ = planner.counts(0, 1, 1)
     classes = base.largest_way
     nodes = f" ({plan.gpus_per_node} a node)" if plan.gpus > plan.gpus_per_node else ""

@@ -21,6 +21,7 @@ from fmmeta.common.processes import TimedOut, time_limit
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import source_of
 from fmmeta.common.text import as_stored, counted
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner
 from fmmeta.learners.files import trained_with
@@ -494,6 +495,8 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     theta = theta if memory.offload else memory.store(theta)
     setup = rules.setup(config, worker, head_names, inputs.description.outputs(config), inputs.deepspeed.bf16)
     rules.refuse_jumps(config, worker, setup.hvp)
+    if (spec := find(config.algorithm)).rule and not spec.evaluation:
+        rules.refuse_still_head(config, setup.inner, worker)
     weights = inputs.sources.class_weights
     # the final table also tries twice as many steps
     samples = partial(augment.sample_support, config.support_batch_size, 2 * config.inner_steps)

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.hf_export import export
-from fmmeta.checkpoint.model_card import Content, Scores, code, escaped, inner_loop, public_name
+from fmmeta.checkpoint.model_card import (
+    Content,
+    Scores,
+    code,
+    escaped,
+    inner_loop,
+    public_name,
+    trained_weights,
+)
 from fmmeta.common.security import printable
 from fmmeta.common.text import counted, strict, units_of
 from fmmeta.config.algorithms import find
@@ -529,15 +537,6 @@ def card_content(run: Run, config: Config, compared: Compared | None, verdict: s
         dataset=[] if spec.trains_nothing else config.dataset,
         results=card_results(config, shape, data, compared, description.images) if compared else [],
         scores=card_scores(compared, config, shape) if compared else None,
-    )
-
-
-def trained_weights(config: Config, merged: str) -> str:
-    """What was trained, for a card; "" for all weights. merged: what became of adapters."""
-    sets = {"changed by the inner loop": config.inner_parameters, "meta-trained": config.outer_parameters}
-    adapters = [f"LoRA adapters of rank {config.lora_r}{merged}"] if config.lora_r else []
-    return "; ".join(
-        [*adapters, *(f"{what}: {code(' '.join(given))}" for what, given in sets.items() if given)]
     )
 
 

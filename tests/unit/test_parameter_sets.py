@@ -13,6 +13,7 @@ from fmmeta.learners.parameter_sets import trains_base
 from tests.support.messages import check_message, refusal
 
 ADAPTERS = {"lora_r": 2}
+SHORT = {"meta_batch_size": 2, "k_shot": 2, "eval_episodes": 0, "num_workers": 0}
 
 
 def config_of(**settings) -> Config:
@@ -53,8 +54,9 @@ def kinds(names):
             "adapters",
             "body head",
         ),
-        ({**ADAPTERS, "inner_parameters": ["all"], "outer_parameters": ["all"]}, "", ""),
+        ({**ADAPTERS, "inner_parameters": ["all", "except", "body"], "outer_parameters": ["all"]}, "", "body"),
         ({"algorithm": "joint", **ADAPTERS, "outer_parameters": ["body"]}, "adapters", "body"),
+        ({"outer_parameters": ["head"], "head_init": "learned"}, "body", ""),
     ],
     ids=str,
 )
@@ -79,14 +81,30 @@ def test_patterns_and_exceptions():
     assert all("LayerNorm" in name for name in moved)
 
 
+def test_a_pattern_fits_a_layer_with_and_without_adapters():
+    """peft renames those with adapters."""
+    learner = learner_of(**ADAPTERS, outer_parameters=["*.query.weight", "*.output.dense.weight"])
+    base = {name for name in learner.outer_only if ".query." in name}
+    assert base
+    assert all("base_layer" in name for name in base)
+    assert any(".output.dense.weight" in name for name in learner.outer_only)
+
+
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"inner_parameters": ["hat"]}, ["inner_parameters=hat fits no parameter", "head, body, norms"]),
-        ({"inner_parameters": ["adapters"]}, ["inner_parameters=adapters fits no parameter"]),
+        ({"inner_parameters": ["hat"]}, ["inner_parameters=hat fits no parameter", "use all, head, body or norms"]),
         ({**ADAPTERS, "inner_parameters": ["body"]}, ["inner_parameters=body fits no parameter"]),
         ({"outer_parameters": ["*.lm_head.*"]}, ["outer_parameters=*.lm_head.* fits no parameter"]),
         ({"inner_parameters": ["except", "all"]}, ["inner_parameters=except all leaves no parameter"]),
+        ({"inner_parameters": ["all", "except"]}, ["inner_parameters=all except takes nothing out"]),
+        ({"inner_parameters": ["adapters"]}, ["fits no parameter", "or give --lora_r 8"]),
+        ({"outer_parameters": ["head"]}, ["outer_parameters=head trains nothing", "--head_init learned"]),
+        ({"outer_parameters": ["head"], "head_init": "prototype"}, ["trains nothing", "head_init=prototype"]),
+        (
+            {**ADAPTERS, "inner_parameters": ["adapters", "norms"], "outer_parameters": ["all"]},
+            ["inner_parameters=adapters norms has weights below the adapters", "use adapters head"],
+        ),
     ],
     ids=str,
 )
@@ -111,6 +129,29 @@ def test_rules_without_two_sets_refuse_them(settings, parts):
     check_message(refusal(config_of, **settings), *parts)
 
 
+STILL = "head_init=zero: the inner loop does not change the head"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"inner_parameters": ["norms"]},
+        {"inner_parameters": ["*.bias"]},
+        {"inner_lr_groups": ["head=0"]},
+        {**ADAPTERS, "inner_parameters": ["adapters"], "outer_parameters": ["body"]},
+    ],
+    ids=str,
+)
+def test_a_head_of_zeros_has_to_be_in_the_inner_set(settings, tmp_path):
+    """Else nothing has a gradient."""
+    config = config_of(**settings, **SHORT, outer_steps=1, output_dir=str(tmp_path / "run"))
+    check_message(refusal(MetaTrainer(config).train), STILL, "add head")
+    if "lora_r" not in settings:
+        flags = {"k_shot": [2], "episodes": 2, **settings}
+        check_message(refusal(fmmeta.evaluate, "tiny", "letters", **flags), STILL, "--head_init prototype")
+        assert fmmeta.evaluate("tiny", "letters", **flags, head_init="prototype")["loss"] > 0
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A base that was trained to be adapted by fresh adapters, after a resume."""
@@ -120,11 +161,8 @@ def trained(tmp_path_factory):
         "inner_parameters": ["adapters", "head"],
         "outer_parameters": ["body"],
         "lora_merge": True,
-        "meta_batch_size": 2,
-        "k_shot": 2,
-        "eval_episodes": 0,
+        **SHORT,
         "save_steps": 1,
-        "num_workers": 0,
         "output_dir": str(folder),
     }
     MetaTrainer(config_of(**settings, outer_steps=2)).train()
@@ -166,5 +204,7 @@ def test_its_folder_is_adapted_and_the_base_stays(trained, tmp_path):
         assert before.keys() <= after.keys()
         assert all(after[name].abs().max() > 0 for name in before if "lora_B" in name)
         assert not (tmp_path / "adapted" / "base").exists()
+        card = (tmp_path / "adapted" / "README.md").read_text()
+        assert "changed by the inner loop: `adapters head`" in card
     finally:
         moved.rename(folder / "model")

@@ -519,8 +519,10 @@ def test_the_command_prints_a_table_or_json(capfd, folders):
     check_text(text, *parts, "deepspeed --num_gpus 2 launch/train.py")
     base_trained = ["--lora_r", "8", "--inner_parameters", "adapters", "--outer_parameters", "body"]
     text = exit_of(capfd, *argv, "8", *base_trained)[1]
-    check_text(text, "\nouter parameters: body\n", "# outer parameters: body")
+    check_text(text, "\nouter parameters: body, under adapters\n", "# outer parameters: body, under adapters")
     assert "adapters (LoRA)" not in text
+    text = exit_of(capfd, *argv, "8", "--outer_parameters", "norms")[1]
+    check_text(text, "\nouter parameters: norms\n", "outer parameters: norms, under adapters")
     output = json.loads(exit_of(capfd, *argv, "8", "--json")[1])
     layouts, one = output["layouts"], output["layouts"][0]
     assert (output["gpus"], output["profile"]["name"], one["fits"]) == (2, "a100", True)

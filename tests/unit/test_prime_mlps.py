@@ -2,8 +2,11 @@
 the new MLPs alone.
 """
 
+import json
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,6 +42,7 @@ def test_the_model_computes_what_it_did(tmp_path, capsys, family):
     [
         ("gpt2", {}, "1", "prime_mlps=1 needs blocks with self_attn.o_proj and mlp.down_proj"),
         ("llama", {"num_hidden_layers": 2}, "3", "prime_mlps=3, and"),
+        ("llama", {}, "-1", "prime_mlps=-1 is below 0"),
     ],
 )
 def test_other_blocks_are_refused(tmp_path, capsys, family, sizes, count, part):
@@ -47,6 +51,19 @@ def test_other_blocks_are_refused(tmp_path, capsys, family, sizes, count, part):
     assert exit_code(["convert", str(folder), str(tmp_path / "out"), "--prime_mlps", count]) == 2
     check_message(capsys.readouterr().err, part)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_adapters_is_refused(tmp_path, capsys):
+    """What stands beside them is the base."""
+    model = get_peft_model(tiny("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "model")
+    argv = ["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--prime_mlps", "1"]
+    settings = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(save(tiny("llama"), tmp_path / "base"))
+    (tmp_path / "model" / "adapter_config.json").write_text(json.dumps(settings))
+    capsys.readouterr()
+    assert exit_code(argv) == 2
+    check_message(capsys.readouterr().err, "prime_mlps=1 needs a full model", "merged/")
 
 
 def test_the_inner_loop_changes_the_new_mlps_and_the_outer_loop_all(tmp_path):

@@ -109,7 +109,7 @@ def fp64():
         {"inner_parameters": ["except", "*.mlp.*"]},
         {"inner_parameters": ["except", "*.mlp.*"], "inner_lr_learned": "layer"},
         {"inner_parameters": ["except", "*.mlp.*"], "inner_lr_learned": "element"},
-        {"inner_parameters": ["norms", "adapters"], "outer_parameters": ["body"]},
+        {"inner_parameters": ["adapters"], "outer_parameters": ["body"]},
         {"inner_parameters": ["adapters"], "outer_parameters": ["body"], "inner_lr_learned": "layer"},
         {"inner_max_grad_norm": CLIP},
         {"inner_max_grad_norm": CLIP, "inner_parameters": ["except", "*.mlp.*"]},

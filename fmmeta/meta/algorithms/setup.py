@@ -6,13 +6,14 @@ import torch
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
+from fmmeta.config.fields import shown
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import loss_of
 from fmmeta.meta.algorithms.ttt import OnlineLoop
 from fmmeta.meta.classifier_head import HeadInit
 from fmmeta.meta.hessian import HvpOptions
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.inner_optimizers import FIXED, Layers, Rates, inner_optimizer
+from fmmeta.meta.inner_optimizers import FIXED, HEAD, Layers, Rates, inner_optimizer
 from fmmeta.meta.task import Setup
 from fmmeta.parallel.costs import second_order_by_autograd
 from fmmeta.parallel.workers.base import Worker
@@ -48,6 +49,23 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
     return Setup(config, inner, HvpOptions("bf16" if bf16 else "fp32", by_autograd=by_autograd))
 
 
+def refuse_still_head(config: Config, inner: InnerLoop, worker: Worker) -> None:
+    """Raise `UsageError` where the inner loop does not change a head that begins with zeros: it stays so,
+    and gives no other weight a gradient.
+    """
+    head, rates = inner.head, inner.rates
+    if head.kind != "zero" or head.reset_to_zero or not head.names:
+        return
+    moves = HEAD in rates.layers.names and rates.table[:, rates.layers.names.index(HEAD)].any()
+    if not moves or head.names[0] in worker.outer_only:
+        raise UsageError(
+            "head_init=zero: the inner loop does not change the head (inner_parameters="
+            f"{shown(config.inner_parameters)}, inner_lr_groups={shown(config.inner_lr_groups)}), and from"
+            " zeros nothing is learned; add head, give --head_init prototype, or give learned and tasks of as"
+            " many classes as that head has"
+        )
+
+
 def refuse_jumps(config: Config, worker: Worker, hvp: HvpOptions) -> None:
     """Raise `UsageError` for a mixture of experts that would be trained by differences of gradients, unless
     the settings ask for them: they err by as much as 8 % of the distance travelled, where their step changes
@@ -72,6 +90,7 @@ def layer_factors(config: Config, names: tuple[str, ...]) -> list[float]:
         pattern, _, factor = item.rpartition("=")
         fitting = [name for name in names if name != FIXED and fnmatchcase(name, pattern)]
         if not fitting:
-            raise UsageError(f"inner_lr_groups={item} fits no layer; the layers are {', '.join(names)}")
+            known = ", ".join(name for name in names if name != FIXED)
+            raise UsageError(f"inner_lr_groups={item} fits no layer; the layers are {known}")
         factors |= dict.fromkeys(fitting, float(factor))
     return list(factors.values())
