@@ -244,7 +244,7 @@ class MetaTrainer:
             folder = world.run_on_first_rank_of_node(
                 "the model is being written to the cache", lambda: store_model(model), config.prepare_timeout
             )
-            if len(set(world.comm.gather_bytes(Path(folder).name.encode()))) > 1:
+            if len(set(world.comm.gather(Path(folder).name))) > 1:
                 raise UsageError(
                     f"model={type(model).__name__} has other weights on some ranks; load the same on all"
                 )

@@ -379,8 +379,8 @@ def learn_all(
             learn_share(learner, group, finish, failed, before, len(tasks))
         before += len(group)
         del learner  # frees the weights before the next model is loaded
-    for part in world.comm.gather_bytes(json.dumps(failed).encode()):
-        for name, error in sorted(json.loads(part).items()):  # of other groups, which log nothing
+    for of_rank in world.comm.gather(failed):
+        for name, error in sorted(of_rank.items()):  # of other groups, which log nothing
             fail(failed, name, error, progress.notice)
     return failed
 
@@ -420,9 +420,9 @@ def learn_share(
             if learned.failure:
                 fail(failed, name, learned.failure, progress.notice)
             else:
-                with ranks.group.raise_on_all(f"writing {output / (name or '')}"):
-                    if ranks.group.rank == 0:
-                        finish(learner, learned)
+                ranks.group.on_first(
+                    f"writing {output / (name or '')}", lambda learned=learned: finish(learner, learned)
+                )
             done += step
             if name is not None:
                 progress.line("tasks learned", min(done, total), total, stride=step)

@@ -453,7 +453,7 @@ class TaskLearner:
         free = host_bytes(ranks.layout.launch.local_world_size)
         if worker.device.type == "cuda":
             free = min(free, torch.cuda.mem_get_info(worker.device)[0])
-        free = min(map(int, ranks.world.gather_bytes(str(free).encode())))
+        free = min(ranks.world.gather(free))
         if of_task > free:
             raise UsageError(
                 f"lora_r={self.config.lora_r}: the adapters of one task take {size_of(of_task)} with"

@@ -122,22 +122,22 @@ def export(
             write_model(folder / BASE_FOLDER, base, stored, config, description, ranks)
         above = {name: shape for name, shape in here.items() if not is_base(skeleton, name)}
         weights = gather(theta, worker, above, above) | heads
-        with ranks.world.raise_on_all("exporting the adapters"):
-            if ranks.first:
-                write_adapters(
-                    folder, skeleton, weights, config, description, tokenizer, rates, merge_into, trained
-                )
+        ranks.world.on_first(
+            "exporting the adapters",
+            lambda: write_adapters(
+                folder, skeleton, weights, config, description, tokenizer, rates, merge_into, trained
+            ),
+        )
     else:
         own = skeleton.head_names if skeleton.own_head and config.head_init == "learned" else ()
         write_model(folder, model, stored, config, description, ranks, own)
-        with ranks.world.raise_on_all("exporting the configuration"):
-            if ranks.first:
-                write_metadata(folder, skeleton, config, description, tokenizer, rates, trained)
+        ranks.world.on_first(
+            "exporting the configuration",
+            lambda: write_metadata(folder, skeleton, config, description, tokenizer, rates, trained),
+        )
     if rates is not None and rates.element is not None:
         named = gather(rates.scale_layers(0, rates.element.clone()), worker, here, here)
-        with ranks.world.raise_on_all("exporting the inner rates"):
-            if ranks.first:
-                save_tensors(named, folder / RATES_FILE)
+        ranks.world.on_first("exporting the inner rates", lambda: save_tensors(named, folder / RATES_FILE))
 
 
 def export_adapters(

@@ -66,7 +66,7 @@ def find_corruption(folder: Path, comm: Communicator) -> str:
         message = f"{error.filename or folder} cannot be read: {error.strerror}"
     except ValueError as error:
         message = str(error)
-    return next((text.decode() for text in comm.gather_bytes(message.encode()) if text), "")
+    return next(filter(None, comm.gather(message)), "")
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:

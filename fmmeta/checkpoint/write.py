@@ -102,10 +102,10 @@ def write(
             if shard:
                 name = f"shard-{comm.rank:05d}.safetensors"
                 entries[name] = write_tensors(temporary / name, shard, {"shapes": json.dumps(shapes)})
-        gathered = comm.gather_bytes(json.dumps(entries).encode())
+        gathered = comm.gather(entries)
         with comm.raise_on_all("finishing a checkpoint"), disk_errors():
             if comm.rank == 0:
-                entries = {name: entry for part in gathered for name, entry in json.loads(part).items()}
+                entries = {name: entry for part in gathered for name, entry in part.items()}
                 if tables:
                     entries[TABLES] = write_tensors(temporary / TABLES, tables, {})
                 entries[STATE] = write_file(temporary / STATE, [to_json(state, indent=1).encode()])

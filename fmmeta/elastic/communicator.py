@@ -46,7 +46,6 @@ repeated at every step. Of more than `MAX_LOST` such groups none is reported aga
 until their heartbeats time out, once.
 """
 
-import json
 import socket
 import time
 import uuid
@@ -172,7 +171,7 @@ class ElasticCommunicator(Communicator):
         super().__init__(None, 0, 1, torch.device("cpu"))
         self.own, self.config_hash, self.secret = own, "", b""
         # a restarted group gets a new name
-        self.name = own.broadcast_bytes(f"{name}:{uuid.uuid4().hex[:8]}".encode()).decode()
+        self.name = own.broadcast(f"{name}:{uuid.uuid4().hex[:8]}")
         self.fresh, self.writes, self.connection, self.computed_by = True, False, "", ""
         self.attempt = (0, "")  # step and connection of the last membership
         self.listed: dict[str, tuple[str, bool]] = {}  # its groups: store address, whether they are lost
@@ -198,20 +197,19 @@ class ElasticCommunicator(Communicator):
         Raises `PeerLost` if a group dies meanwhile, and `MachineFault` if the lighthouse does not answer for
         `timeout_s`.
         """
-        answer = b""
+        answer = None
         if step != self.attempt[0]:  # the last membership has taken its step
             self.computed_by = self.attempt[1]
         with self.own.raise_on_all("asking the lighthouse"):
             if self.client is not None:
                 try:
-                    found = self._request_quorum(self.client, step, timeout_s, while_waiting)
-                    answer = json.dumps(found).encode()
+                    answer = self._request_quorum(self.client, step, timeout_s, while_waiting)
                 finally:
                     self.own.broadcast_(torch.zeros(1))  # the request has ended
             else:
                 while float(self.own.broadcast_(torch.zeros(1))):
                     while_waiting()
-        quorum, listed, unknown_groups = json.loads(self.own.broadcast_bytes(answer))
+        quorum, listed, unknown_groups = self.own.broadcast(answer)
         members = tuple(GroupInfo(**one) for one in listed)
         names = [member.name for member in members]
         if self.name not in names:

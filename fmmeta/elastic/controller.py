@@ -74,7 +74,7 @@ def transfer_state(
         "vectors": list(state.vectors),
         "tables": list(state.tables),
     }
-    header = json.loads(cross.broadcast_bytes(json.dumps(header).encode() if sends else b"", donor))
+    header = cross.broadcast(header if sends else None, donor)
     parts: Any = (
         (state.vectors, header["vectors"], meta_params.theta),
         (state.tables, header["tables"], meta_params.rates),
@@ -286,8 +286,7 @@ class ElasticSchedule(StaticSchedule):
         """
         cross, taken = self.cross, set[int]()
         feed.claims = TaskClaims(cross.own, cross.counters(), lambda ask: in_thread(ask).result(CLAIM_S))
-        for group, gathered in enumerate(cross.gather_bytes(json.dumps(feed.finished).encode())):
-            slots = json.loads(gathered)
+        for group, slots in enumerate(cross.gather(feed.finished)):
             if taken.isdisjoint(slots):
                 taken.update(slots)
             elif group == cross.rank:

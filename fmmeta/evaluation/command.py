@@ -11,7 +11,6 @@ computed in batches that the rows alone determine. Ranks join groups as in train
 evaluated wherever it could be trained.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -290,8 +289,8 @@ def drop_unreadable(
                 episodes.source.draw(task).episode()
             except (OSError, UsageError) as error:
                 here[index] = f"task {task.name}: {one_line(error)}"
-    parts = reversed(world.comm.gather_bytes(json.dumps(here).encode()))
-    errors = {int(index): text for part in parts for index, text in json.loads(part).items()}
+    parts = reversed(world.comm.gather(here))
+    errors = {int(index): text for part in parts for index, text in part.items()}
     if not errors:
         return episodes
     bad, total = len(errors), len(episodes.tasks)
@@ -386,7 +385,7 @@ class EvaluatedModel:
             list(self.prints.values()),
             *(weights_state(folder) for folder in (model, base_model_name(model))),
         ]
-        return self.ranks.world.broadcast_bytes(digest(facts).encode()).decode()
+        return self.ranks.world.broadcast(digest(facts))
 
     def scores(self, scoring: Scoring, method: str, k_shot: int, key: str) -> list[EpisodeScore]:
         """The scores of a method: by the inner loop, with the support set in the prompt, without it, or by

@@ -120,7 +120,7 @@ def embed(
         if failure is not None:
             raise failure
     width = computed[0][1].shape[1] if computed else 0  # 0: this rank computes none
-    table = torch.zeros(len(keys), max(map(int, ranks.world.gather_bytes(str(width).encode()))))
+    table = torch.zeros(len(keys), max(ranks.world.gather(width)))
     for rows, features in computed:
         table[rows] = features
     return dict(zip(keys, ranks.world.sum_(table), strict=True))

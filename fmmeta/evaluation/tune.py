@@ -194,7 +194,7 @@ class TuneRun:
             fingerprint,
             weights,
         ]
-        return world.comm.broadcast_bytes(digest(as_stored(facts)).encode()).decode()
+        return world.comm.broadcast(digest(as_stored(facts)))
 
     def log_trial(self, choice: Choice) -> None:
         """Log a trial that this process has scored, with the time left."""
@@ -576,11 +576,9 @@ def tune_before_training(
     fixed = {**config.as_dict(), **inputs.settings(config), "tune": of_section}
     fixed = {name: value for name, value in fixed.items() if name not in free}
     file = Path(config.output_dir or "runs") / f"tuned-{digest(fixed)[:8]}.json"
-    found = b""
-    with world.comm.raise_on_all("reading the tuned settings"):
-        if world.comm.rank == 0 and file.is_file():
-            found = file.read_bytes()
-    found = world.comm.broadcast_bytes(found)
+    found = world.comm.on_first(
+        "reading the tuned settings", lambda: file.read_text("utf-8", "replace") if file.is_file() else ""
+    )
     if not found:
         with world.comm.raise_on_all("making the output folder"):
             if world.comm.rank == 0:
@@ -599,17 +597,15 @@ def tune_before_training(
                 f"stopped by {error} while settings were tuned; nothing is stored, and the same command"
                 " begins again"
             ) from None
-        with world.comm.raise_on_all("storing the tuned settings"):
-            if world.comm.rank == 0:
-                write_output(file, values)
-        found = json.dumps(values).encode()
+        world.comm.on_first("storing the tuned settings", lambda: write_output(file, values))
+        found = json.dumps(values)
     tuned = with_stored_choice(config, found, file, names)
     text = ", ".join(f"{name} {getattr(tuned, name)}" for name in names)
     progress.notice(f"tuned: {text} ({file}; remove it to tune again)")
     return tuned
 
 
-def with_stored_choice(config: Config, text: bytes, file: Path, names: Sequence[str]) -> Config:
+def with_stored_choice(config: Config, text: str, file: Path, names: Sequence[str]) -> Config:
     """The settings with those that a file chooses, and without the section. Raises `UsageError` for another
     file.
     """

@@ -20,7 +20,6 @@ Antoniou, Edwards, Storkey, "How to train your MAML", 2019, arXiv 1810.09502, se
 (Meta-SGD: Li, Zhou, Chen, Li 2017, arXiv 1707.09835). Both are changed in place by the outer step alone.
 """
 
-import json
 import math
 import re
 from bisect import bisect_right
@@ -68,8 +67,8 @@ class Layers:
             (f.here.start, f.here.stop, layer_of(f.name, head_names, worker.outer_only))
             for f in worker.params.fragments
         ]
-        gathered = worker.group.gather_bytes(json.dumps([name for _, _, name in found]).encode())
-        names = sorted({name for text in gathered for name in json.loads(text)}, key=natural)
+        gathered = worker.group.gather([name for _, _, name in found])
+        names = sorted({name for listed in gathered for name in listed}, key=natural)
         merged: list[tuple[int, int, int]] = []
         for begin, end, name in sorted(found):
             index = names.index(name)

@@ -94,8 +94,7 @@ def answers_of_group(worker: Worker, query: Sequence[MicroBatch]) -> list[Answer
     for batch in query:  # one at a time: the logits of all would take much memory
         found = worker.answers(batch)
         mine += found if worker.counts_rows else []
-    parts = worker.group.gather_bytes(json.dumps(mine).encode())
-    return [(prediction, reference) for part in parts for prediction, reference in json.loads(part)]
+    return [(prediction, reference) for part in worker.group.gather(mine) for prediction, reference in part]
 
 
 @dataclass(frozen=True)

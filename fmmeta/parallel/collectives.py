@@ -2,10 +2,11 @@
 ranks raise.
 
 A sum runs in buckets (`Reduction`), so that a caller works on one bucket while later ones are in flight.
-Nothing is pickled: tensors and bytes only.
+Nothing is pickled: tensors, bytes and JSON only.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -154,6 +155,16 @@ class Communicator:
             return payload
         return self.broadcast_(torch.empty(length, dtype=torch.uint8), root).numpy().tobytes()
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks as JSON returns them, in the order of ranks. Collective: this
+        communicator.
+        """
+        return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode())]
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """The value of rank `root` as JSON returns it. Collective: this communicator."""
+        return json.loads(self.broadcast_bytes(json.dumps(value).encode(), root))
+
     def set_timeout(self, seconds: float) -> None:
         """Let a collective raise an exception after waiting for another rank for longer than `seconds`."""
         if self.on_host is not None:
@@ -182,7 +193,7 @@ class Communicator:
             if trouble is not None:
                 failure = UsageError(f"{trouble} (while {doing}); fix that, and run the same command again")
             kind = "usage:" if isinstance(failure, UsageError) else "crash:"
-        answers = [text.decode() for text in self.gather_bytes(f"{kind}{failure or ''}".encode())]
+        answers = self.gather(f"{kind}{failure or ''}")
         if failure is not None and kind == "crash:":
             raise failure
         for rank, text in enumerate(answers):
@@ -190,3 +201,13 @@ class Communicator:
                 raise PeerError(f"rank {rank} failed while {doing}: {text.removeprefix('crash:')}")
         for text in filter(None, answers):
             raise UsageError(text.removeprefix("usage:")) from None
+
+    def on_first(self, doing: str, work: Callable[[], Any]) -> Any:
+        """The result of `work` on rank 0, as JSON returns it, on every rank. If it raises, all ranks raise
+        (`raise_on_all`). Collective: this communicator.
+        """
+        found = None
+        with self.raise_on_all(doing):
+            if self.rank == 0:
+                found = work()
+        return self.broadcast(found)

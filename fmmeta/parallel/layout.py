@@ -12,7 +12,6 @@ A group communicates in every pass, groups with each other once per outer step: 
 wherever it fits.
 """
 
-import json
 import os
 import platform
 import re
@@ -453,8 +452,7 @@ class Nodes:
     @classmethod
     def of(cls, comm: Any, launch: Launch) -> "Nodes":
         """Gather the node of every rank. comm: a Communicator. Collective: comm."""
-        payload = json.dumps([identity(launch), platform.node()]).encode()
-        gathered = [json.loads(text) for text in comm.gather_bytes(payload)]
+        gathered = comm.gather([identity(launch), platform.node()])
         hosts = dict(reversed(gathered))
         names = list(dict.fromkeys(name for name, _ in gathered))
         return cls(tuple(names.index(name) for name, _ in gathered), tuple(hosts[name] for name in names))

@@ -20,7 +20,6 @@ stores them; for models with RMS norms, their fp32 copies and a gated feed-forwa
 benchmarks/plan.py.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -382,8 +381,7 @@ def needed_at(sizes_at: SizesAt, settings: DeepSpeedSettings, group_size: int, m
 def least_free(world: World) -> tuple[int, int]:
     """Free bytes of device and host memory, the least of all ranks. Collective: world."""
     local = world.launch.local_world_size
-    mine = json.dumps([free_bytes(world.device, local), host_bytes(local)]).encode()
-    free, host = zip(*map(json.loads, world.comm.gather_bytes(mine)), strict=True)
+    free, host = zip(*world.comm.gather([free_bytes(world.device, local), host_bytes(local)]), strict=True)
     return min(free), min(host)
 
 

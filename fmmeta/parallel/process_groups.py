@@ -11,7 +11,6 @@ With --elastic a launch is one group: `world` contains its ranks, and `cross` co
 leave (elastic/communicator.py). `all_groups` contains all processes of all groups in both cases.
 """
 
-import json
 import os
 import platform
 import sys
@@ -227,13 +226,13 @@ def refuse_shared_gpus(comm: Communicator, uuid: str) -> None:
     """Raise `UsageError` on all ranks if two of them have the GPU `uuid`. NCCL would notice it only where
     both are in one communicator. Collective: comm (world).
     """
-    found: dict[str, int] = {}
-    for rank, text in enumerate(comm.gather_bytes(json.dumps([uuid, platform.node()]).encode())):
-        first = found.setdefault(text.decode(), rank)
+    found: dict[tuple[str, str], int] = {}
+    for rank, (gpu, node) in enumerate(comm.gather([uuid, platform.node()])):
+        first = found.setdefault((gpu, node), rank)
         if first != rank:
             raise UsageError(
                 f"world_size={comm.size}: ranks {first} and {rank} have the same GPU of"
-                f" {json.loads(text)[1]}; start as many ranks per node as it has GPUs, and show each all of"
+                f" {node}; start as many ranks per node as it has GPUs, and show each all of"
                 " them or its own one (srun --gpus-per-task=1)"
             )
 
@@ -342,8 +341,8 @@ def chosen_bf16(config: Config, zero_stage: int, comm: Communicator, device: tor
     if config.bf16 is not None:
         return config.bf16
     with comm.raise_on_all("choosing the precision"):
-        here = b"1" if has_bf16(device) and suits_bf16(config, zero_stage) else b""
-    return all(comm.gather_bytes(here))
+        here = has_bf16(device) and suits_bf16(config, zero_stage)
+    return all(comm.gather(here))
 
 
 def suits_bf16(config: Config, zero_stage: int) -> bool:

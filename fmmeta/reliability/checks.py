@@ -40,7 +40,7 @@ def check_replicas(ranks: ProcessGroups, theta: Tensor, when: str, whole: bool =
     size = 1 if whole else ranks.layout.group_size
     if ranks.all_groups.size == size:
         return
-    hashes = ranks.all_groups.gather_bytes(str(hash_vector(theta)).encode())
+    hashes = ranks.all_groups.gather(hash_vector(theta))
     odd = []
     for group_rank in range(size):
         (majority, count), *others = Counter(hashes[group_rank::size]).most_common()

@@ -210,7 +210,7 @@ def watching(
     stage: WatchdogStage, store: SharedStore | None, ranks: ProcessGroups, signals: Signals
 ) -> Iterator[None]:
     """Watch the ranks while the block runs. store: None in a launch of one process. Collective: world."""
-    processes = [json.loads(part) for part in ranks.world.gather_bytes(json.dumps(this_process()).encode())]
+    processes = ranks.world.gather(this_process())
     watchdog = Watchdog(stage, store, processes, ranks.layout.launch.global_rank, signals)
     ranks.world.barrier()
     try:

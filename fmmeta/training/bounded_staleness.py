@@ -239,7 +239,7 @@ class StaleSchedule(DynamicSchedule):
         mine = [position for position, _ in self.in_sum]
         mine += [] if self.current is None else [self.current]
         claimed = first_decides(ranks.world, lambda: self.ledger.read().claimed)
-        begun = set[int]().union(*map(json.loads, ranks.world.gather_bytes(json.dumps(mine).encode())))
+        begun = set[int]().union(*ranks.world.gather(mine))
         return {
             "claimed": self.claimed_before + max(0, claimed - len(self.again)),
             "again": sorted(begun.union(self.again[claimed:])),

@@ -197,7 +197,7 @@ def read_inputs(
     with world.comm.raise_on_all("trying the transforms"):
         reading = tried_transforms(config, tokenizer, sources)
     notice(sources.summary)
-    fingerprints = set(world.comm.gather_bytes(sources.fingerprint.encode()))
+    fingerprints = set(world.comm.gather(sources.fingerprint))
     if len(fingerprints) > 1:
         raise UsageError(
             f"dataset={names} is not the same on every rank ({len(fingerprints)} versions); share one copy"
@@ -286,7 +286,7 @@ def check_same_inputs(collate: Collate | None, world: World) -> None:
     """Raise `UsageError` on all ranks if one of them makes inputs with other keys. Collective: world."""
     if collate is None:
         return
-    found = [part.decode() for part in world.comm.gather_bytes(collate.structure.encode())]
+    found = world.comm.gather(collate.structure)
     for rank, one in enumerate(found):
         if one != found[0]:
             raise UsageError(
@@ -299,19 +299,19 @@ def measure_layers(config: Config, inputs: RunInputs, world: World) -> list[floa
     """Seconds of each layer in a micro-batch of the run's size, measured on rank 0, so that all ranks split
     alike. Collective: world.
     """
-    seconds: list[float] = []
-    with world.comm.raise_on_all("measuring the layers"):
-        if world.launch.global_rank == 0:
-            learner = open_lazy_model(config, inputs.description).learner
-            plan_stages(learner, config.pipeline_stages)  # refuses a model that has no stages
-            seconds = layer_seconds(
-                learner,
-                micro_batch_rows(config),
-                min(config.max_length, max_positions(inputs.description.hf_config) or config.max_length),
-                world.device,
-                inputs.deepspeed.bf16,
-            )
-    return json.loads(world.comm.broadcast_bytes(json.dumps(seconds).encode()))
+
+    def measured() -> list[float]:
+        learner = open_lazy_model(config, inputs.description).learner
+        plan_stages(learner, config.pipeline_stages)  # refuses a model that has no stages
+        return layer_seconds(
+            learner,
+            micro_batch_rows(config),
+            min(config.max_length, max_positions(inputs.description.hf_config) or config.max_length),
+            world.device,
+            inputs.deepspeed.bf16,
+        )
+
+    return world.comm.on_first("measuring the layers", measured)
 
 
 def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notice) -> ParallelPlan:

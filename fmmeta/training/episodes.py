@@ -8,7 +8,6 @@ share of the schedule -> loader.fetch -> read                    all ranks of a 
 
 import copy
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
@@ -126,9 +125,9 @@ class EpisodeReader:
         self.counts["seen"] += tasks
         if not failures:
             return []
-        gathered = self.voting_group.gather_bytes(json.dumps(self.errors).encode())
+        gathered = self.voting_group.gather(self.errors)
         self.errors = []
-        by_slot = {tuple(error["slot"]): error for errors in map(json.loads, gathered) for error in errors}
+        by_slot = {tuple(error["slot"]): error for errors in gathered for error in errors}
         found = [by_slot[slot] for slot in sorted(by_slot)]
         crash = next((error for error in found if error["crash"]), None)
         if crash:

@@ -4,7 +4,6 @@ write the cards of the model folders, close run.json.
 The table has the meta-trained weights beside the initial ones, on the same episodes.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -98,21 +97,17 @@ class Result:
 
 def read_result(folder: Path, comm: Communicator) -> Result:
     """The result of a finished run from its files, which rank 0 reads. Collective: comm (world)."""
-    found: dict[str, Any] = {}
-    with comm.raise_on_all("reading the result"):
-        if comm.rank == 0:
-            facts = read(folder)
-            found = {
-                "steps": facts.run.get("outer_steps", facts.settings["outer_steps"]),
-                "lines": read_lines(folder),
-                "held_out": facts.held_out,
-            }
-    found = json.loads(comm.broadcast_bytes(json.dumps(found).encode()))
-    table = found["held_out"]
+
+    def from_files() -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
+        facts = read(folder)
+        steps = facts.run.get("outer_steps", facts.settings["outer_steps"])
+        return steps, read_lines(folder), facts.held_out
+
+    steps, lines, table = comm.on_first("reading the result", from_files)
     rows = [table.get(name) or {"accuracy": [None]} for name in (BEFORE, AFTER, FROM_START)]
     before, after, from_start = (row["accuracy"][0] for row in rows)
     verdict = table.get("verdict", {}).get("text", "")
-    return Result(folder, found["steps"], before, after, from_start, found["lines"], verdict, table)
+    return Result(folder, steps, before, after, from_start, lines, verdict, table)
 
 
 def finish(run: Run, choose_interpolation: Callable[[Run], float]) -> Result:

@@ -6,7 +6,6 @@ a GPU the end of each region waits for the device; otherwise a region would meas
 """
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -107,7 +106,7 @@ class Profiler(Callback):
         world, file = run.ranks.world, run.folder / f"trace-rank{run.ranks.layout.launch.global_rank}.json"
         with world.raise_on_all("writing the trace"):
             self.trace.export_chrome_trace(str(file))
-        by_rank = [json.loads(part) for part in world.gather_bytes(json.dumps(seconds).encode())]
+        by_rank = world.gather(seconds)
         self.facts = {
             "outer_step": run.state.outer_step,
             "seconds": {kind: sum(each[kind] for each in by_rank) / len(by_rank) for kind in KINDS},

@@ -95,7 +95,7 @@ class StopAgreement:
 
     def agree(self) -> bool:
         """Whether any rank has received a stop signal; all then have one's name. Collective: world."""
-        names = [name.decode() for name in self.ranks.world.gather_bytes(self.signals.asked.encode()) if name]
+        names = [name for name in self.ranks.world.gather(self.signals.asked) if name]
         self.requested = self.requested or bool(names)
         if names:
             self.signals.adopt(names[0])

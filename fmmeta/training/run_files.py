@@ -10,7 +10,6 @@ named in the log.
 
 import fcntl
 import glob
-import json
 import os
 import platform
 import time
@@ -165,7 +164,7 @@ def _of_rank0(start: RunStart, comm: Communicator) -> RunStart:
         start.begun_from,
         start.started,
     ]
-    folder, newest, *others, started = json.loads(comm.broadcast_bytes(json.dumps(values).encode()))
+    folder, newest, *others, started = comm.broadcast(values)
     return RunStart(Path(folder), Path(newest) if newest else None, *others, started=started)
 
 
@@ -203,11 +202,7 @@ def newest_complete(folder: Path, comm: Communicator, since: int = 0) -> tuple[P
     """
     refused: dict[str, str] = {}
     for _ in range(MOST_LISTED):
-        listed: dict[str, str] = {}
-        with comm.raise_on_all("listing checkpoints"):
-            if comm.rank == 0:
-                listed = manifests(folder, since)
-        listed = json.loads(comm.broadcast_bytes(json.dumps(listed).encode()))
+        listed: dict[str, str] = comm.on_first("listing checkpoints", lambda: manifests(folder, since))
         refused = {key: text for key, text in refused.items() if key in listed}
         left = [key for key in listed if key not in refused]
         if left:
@@ -271,18 +266,18 @@ def recorded_precision(config: Config, settings: dict[str, Any], comm: Communica
 
     Raises `UsageError`. Collective: comm (world).
     """
-    found = settings["precision"]
-    with comm.raise_on_all("looking for a run to resume"):
-        if comm.rank == 0:
-            named, all_settings = named_checkpoint(config), [settings]  # the last ones count
-            if named:
-                all_settings.append(checkpoint.read_state(named)["settings"])
-            both = [known_folder(config, {**settings, "precision": one}) for one in ("bf16", "fp32")]
-            for folder in sorted(filter(None, both)):  # the newest last
-                if run := read_run(folder):
-                    all_settings.append(run["settings"])
-            found = all_settings[-1].get("precision", found)
-    return comm.broadcast_bytes(found.encode()).decode()
+
+    def recorded() -> str:
+        named, all_settings = named_checkpoint(config), [settings]  # the last ones count
+        if named:
+            all_settings.append(checkpoint.read_state(named)["settings"])
+        both = [known_folder(config, {**settings, "precision": one}) for one in ("bf16", "fp32")]
+        for folder in sorted(filter(None, both)):  # the newest last
+            if run := read_run(folder):
+                all_settings.append(run["settings"])
+        return all_settings[-1].get("precision", settings["precision"])
+
+    return comm.on_first("looking for a run to resume", recorded)
 
 
 def new_folder(config: Config, number: int = 1) -> Path:

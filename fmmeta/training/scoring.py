@@ -125,8 +125,7 @@ class Scoring:
     def _gather(self, found: Sequence[EpisodeScore], failed: str, stops: bool) -> dict[int, EpisodeScore]:
         """The scores of all groups by slot; sets `stopped`. Raises `UsageError`. Collective: world."""
         of_group = found if self.ranks.layout.group_rank == 0 else ()  # all of its ranks have the same scores
-        mine = json.dumps([[asdict(one) for one in of_group], failed, stops])
-        parts = [json.loads(part) for part in self.ranks.world.gather_bytes(mine.encode())]
+        parts = self.ranks.world.gather([[asdict(one) for one in of_group], failed, stops])
         if failures := [failed for _, failed, _ in parts if failed]:
             raise UsageError(failures[0])
         self.stopped = any(stops for _, _, stops in parts)
@@ -148,7 +147,7 @@ class Scoring:
             with suppress(OSError, ValueError):
                 found = json.loads(self.file.read_bytes())
                 stored = found if isinstance(found, dict) else {}
-        return json.loads(self.ranks.world.broadcast_bytes(json.dumps(stored).encode()))
+        return self.ranks.world.broadcast(stored)
 
     def _write(self, stored: dict[str, Any]) -> None:
         """Store scores, on the first rank; an error of the disk is logged. Local."""
@@ -274,8 +273,7 @@ class HeldOut:
             here += [learning.steps, rates.table.tolist()]
             here += [] if rates.element is None else [hash_vector(rates.element)]
         settings = {name: value for name, value in self.identity.items() if name not in HIDDEN_ON_RESUME}
-        parts = self.scoring.ranks.world.gather_bytes(json.dumps(here).encode())
-        everyone = [part.decode() for part in parts]
+        everyone = self.scoring.ranks.world.gather(here)
         return sha256(json.dumps([each_step, everyone, settings], sort_keys=True).encode()).hexdigest()
 
 

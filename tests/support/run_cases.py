@@ -5,7 +5,6 @@ launch have the same group size. Poison makes a task's loss infinite on that set
 OUT/<id>. On CPUs the ranks communicate under NCCL's rules (nccl_rules.py).
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ class CountedTasks(Callback):
 
     def on_step_end(self, run, outcome):
         if isinstance(self.schedule, StaleSchedule):
-            parts = map(json.loads, run.ranks.world.gather_bytes(json.dumps(self.in_sum).encode()))
+            parts = run.ranks.world.gather(self.in_sum)
             self.steps.append(sorted(tuple(task) for part in parts for task in part))
 
 

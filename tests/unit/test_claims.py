@@ -134,13 +134,13 @@ def test_groups_claim_tasks_of_their_node():
     assert steps == [sorted(part, reverse=True) for part in (tasks[:4], tasks[4:])]
 
 
-def exchange(rank: int, others: list[bytes]) -> Any:
+def exchange(rank: int, others: list[list[int]]) -> Any:
     """`cross` of a group among others that have finished `others`."""
     return SimpleNamespace(
         rank=rank,
         own=ALONE,
         counters=dist.HashStore,
-        gather_bytes=lambda payload: [*others[:rank], payload, *others[rank:]],
+        gather=lambda mine: [*others[:rank], mine, *others[rank:]],
     )
 
 
@@ -155,7 +155,7 @@ def test_finished_tasks_are_kept_and_only_the_others_are_claimed_again():
     (feed, _), lines = feeds(), []
     slots = {task.tokens: task.seed[-1] for task in feed.schedule.meta_batch(0)}
     feed.finished = [slots[80], slots[50]]
-    schedule = schedule_of(exchange(1, [f"[{slots[70]}]".encode()]), lines)
+    schedule = schedule_of(exchange(1, [[slots[70]]]), lines)
     schedule.share_finished_tasks(feed)
     schedule.forget_tasks.assert_not_called()
     assert lines == ["outer step 1: 3 of its tasks are finished, and are kept"]
@@ -168,7 +168,7 @@ def test_finished_tasks_are_kept_and_only_the_others_are_claimed_again():
 def test_of_two_groups_that_finished_the_same_task_the_second_one_drops_its_sum(rank, kept):
     (feed, _) = feeds()
     feed.finished = [3, 4]
-    schedule = schedule_of(exchange(rank, [b"[4, 5]"]), [])
+    schedule = schedule_of(exchange(rank, [[4, 5]]), [])
     schedule.share_finished_tasks(feed)
     assert schedule.forget_tasks.called == (rank == 1)
     assert feed.finished_before == kept

@@ -156,27 +156,25 @@ def test_settings_are_read_from_file_and_flag(read_file, file, flag, settings):
 @pytest.mark.parametrize(
     ("settings", "device", "native", "others", "bf16"),
     [
-        ({}, "cuda", True, b"1", True),
-        ({}, "cuda", True, b"", False),  # another rank has none
-        ({}, "cuda", False, b"1", False),  # torch would emulate it
-        ({}, "cpu", True, b"1", False),
-        ({"bf16": True}, "cpu", False, b"", True),
-        ({"bf16": False}, "cuda", True, b"1", False),
-        ({"algorithm": "maml"}, "cuda", True, b"1", False),  # finite differences
-        ({"algorithm": "imaml"}, "cuda", True, b"1", False),
-        ({"algorithm": "maml", "lora_r": 2}, "cuda", True, b"1", True),
-        ({"algorithm": "maml", "lora_r": 2, "second_order": "differences"}, "cuda", True, b"1", False),
-        ({"algorithm": "maml", "lora_r": 2, "tensor_parallel_size": 2}, "cuda", True, b"1", False),
-        ({"algorithm": "maml", "lora_r": 2, "zero_stage": 3}, "cuda", True, b"1", False),
+        ({}, "cuda", True, True, True),
+        ({}, "cuda", True, False, False),  # another rank has none
+        ({}, "cuda", False, True, False),  # torch would emulate it
+        ({}, "cpu", True, True, False),
+        ({"bf16": True}, "cpu", False, False, True),
+        ({"bf16": False}, "cuda", True, True, False),
+        ({"algorithm": "maml"}, "cuda", True, True, False),  # finite differences
+        ({"algorithm": "imaml"}, "cuda", True, True, False),
+        ({"algorithm": "maml", "lora_r": 2}, "cuda", True, True, True),
+        ({"algorithm": "maml", "lora_r": 2, "second_order": "differences"}, "cuda", True, True, False),
+        ({"algorithm": "maml", "lora_r": 2, "tensor_parallel_size": 2}, "cuda", True, True, False),
+        ({"algorithm": "maml", "lora_r": 2, "zero_stage": 3}, "cuda", True, True, False),
     ],
 )
 def test_bf16_is_chosen_where_every_gpu_has_it(monkeypatch, settings, device, native, others, bf16):
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation
     )
-    comm: Any = SimpleNamespace(
-        gather_bytes=lambda payload: [payload, others], raise_on_all=lambda doing: nullcontext()
-    )
+    comm: Any = SimpleNamespace(gather=lambda here: [here, others], raise_on_all=lambda doing: nullcontext())
     stage = settings.get("zero_stage", 0)
     config = Config(**{name: value for name, value in settings.items() if name != "zero_stage"})
     assert chosen_bf16(config, stage, comm, torch.device(device)) is bf16

@@ -5,7 +5,6 @@ are no part of a run can do to it by way of its ports: where it listens, notes, 
 
 import errno
 import importlib.util
-import json
 import math
 import platform
 import re
@@ -185,9 +184,9 @@ def nodes_of(*sizes: int) -> Nodes:
 
 def test_nodes_are_counted_by_their_first_ranks():
     words = [["b", "x"], ["a", "y"], ["b", "x"], ["a", "y"]]
-    gather = Mock(return_value=[json.dumps(word).encode() for word in words])
-    found = Nodes.of(SimpleNamespace(gather_bytes=gather), Launch())
-    assert json.loads(gather.call_args.args[0])[1] == HERE
+    gather = Mock(return_value=words)
+    found = Nodes.of(SimpleNamespace(gather=gather), Launch())
+    assert gather.call_args.args[0][1] == HERE
     assert (found, found.sizes) == (Nodes((0, 1, 0, 1), ("x", "y")), [2, 2])
     assert [found.first(rank) for rank in range(4)] == [0, 1, 0, 1]
     assert [found.is_second(rank) for rank in range(4)] == [False, False, True, True]

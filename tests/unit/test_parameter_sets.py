@@ -54,7 +54,11 @@ def kinds(names):
             "adapters",
             "body head",
         ),
-        ({**ADAPTERS, "inner_parameters": ["all", "except", "body"], "outer_parameters": ["all"]}, "", "body"),
+        (
+            {**ADAPTERS, "inner_parameters": ["all", "except", "body"], "outer_parameters": ["all"]},
+            "",
+            "body",
+        ),
         ({"algorithm": "joint", **ADAPTERS, "outer_parameters": ["body"]}, "adapters", "body"),
         ({"outer_parameters": ["head"], "head_init": "learned"}, "body", ""),
     ],
@@ -93,7 +97,10 @@ def test_a_pattern_fits_a_layer_with_and_without_adapters():
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"inner_parameters": ["hat"]}, ["inner_parameters=hat fits no parameter", "use all, head, body or norms"]),
+        (
+            {"inner_parameters": ["hat"]},
+            ["inner_parameters=hat fits no parameter", "use all, head, body or norms"],
+        ),
         ({**ADAPTERS, "inner_parameters": ["body"]}, ["inner_parameters=body fits no parameter"]),
         ({"outer_parameters": ["*.lm_head.*"]}, ["outer_parameters=*.lm_head.* fits no parameter"]),
         ({"inner_parameters": ["except", "all"]}, ["inner_parameters=except all leaves no parameter"]),

@@ -135,7 +135,7 @@ def test_no_heartbeat_is_under_way_after_the_watched_block():
         time.sleep(0.3)
         return ""
 
-    world = Mock(gather_bytes=lambda own: [own])
+    world = Mock(gather=lambda own: [own])
     groups = Mock(world=world, layout=Mock(launch=Mock(global_rank=0)))
     with watching(WatchdogStage(None), Mock(get=get), groups, Signals()):
         assert asked.wait(30)

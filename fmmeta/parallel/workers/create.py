@@ -224,8 +224,8 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def check_equal(ranks: ProcessGroups, mine: str, stage: int = 0) -> None:
     """Refuse a start if ranks of the same stage hold different tensors. Collective: world."""
-    gathered = set(ranks.world.gather_bytes(f"{stage} {mine}".encode()))
-    if len(gathered) > len({text.split()[0] for text in gathered}):
+    gathered = set(map(tuple, ranks.world.gather([stage, mine])))
+    if len(gathered) > len({stage for stage, _ in gathered}):
         raise UsageError(
             "the frozen weights and buffers are not the same on every rank;"
             " let every node read the same checkpoint"
