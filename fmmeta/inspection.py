@@ -130,7 +130,6 @@ class OpenedTask:
     """A task, or a set of classes (name ""), of one split. rows: row numbers of `store` by class."""
 
     name: str
-    stratum: str
     store: TokenStore
     rows: RowsByClass
 
@@ -153,10 +152,7 @@ def opened(source: TaskSource | None, notes: dict[str, None]) -> tuple[list[Open
             except (UsageError, OSError) as error:
                 problems.append(str(error))
     elif isinstance(source, ClassSource):
-        strata = {item.name: item.stratum for item in source.items}
-        tasks = [
-            OpenedTask(name, strata.get(name, ""), source.store, rows) for name, rows in source.tasks.items()
-        ]
+        tasks = [OpenedTask(name, source.store, rows) for name, rows in source.tasks.items()]
     return tasks, problems
 
 

@@ -146,9 +146,6 @@ class CausalLearner(HFLearner):
         answers = numbers[:, -1]
         return RowLosses(losses.sum(1), answers - failed.sum(1), answers)
 
-    def logits(self, outputs: Tensor) -> Tensor:
-        return at_least_fp32(outputs)
-
     def answers(self, outputs: Tensor, batch: MicroBatch) -> Iterator[tuple[list[int], list[int]]]:
         best = outputs.argmax(-1).masked_fill_(outputs.isnan().any(-1), -1).flatten()
         guess = spread(best, batch.inputs.get("places"), batch.targets["labels"], -1).cpu()

@@ -327,7 +327,9 @@ def describe(config: Config) -> Description:
         restored,
         normalizes,
         images=images,
-        ends=stored_ends(config, hf_config) if config.learner.writes else (),
+        ends=with_row(generation_settings(config, hf_config).get("eos_token_id"), hf_config)
+        if config.learner.writes
+        else (),
         whole=None if part is None else whole,
     )
     if has_experts(hf_config):
@@ -347,11 +349,6 @@ def generation_settings(config: Config, hf_config: Any) -> dict[str, Any]:
     stored = read_json(base, "config.json", dict) or hf_config.to_dict()
     known = vars(transformers.GenerationConfig())
     return {name: value for name, value in stored.items() if name in known}
-
-
-def stored_ends(config: Config, hf_config: Any) -> tuple[int, ...]:
-    """The end tokens of the checkpoint by its generation settings."""
-    return with_row(generation_settings(config, hf_config).get("eos_token_id"), hf_config)
 
 
 def listed(found: Any) -> Sequence[Any]:

@@ -22,7 +22,7 @@ benchmarks/plan.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -54,26 +54,28 @@ META = ("theta", "meta_gradient", "direction", "moments", "kept")
 FLATTENED = 5 * 10**8  # parameters that ZeRO 0 flattens for one reduction (deepspeed/runtime/engine.py)
 
 
-class Counts(NamedTuple):
-    """Parameters of a rank's part of a model. packed: of the frozen ones, those that are quantised;
-    packed_bytes: their bytes, with scales; unpacked: the largest of them. experts: of the largest module of
-    fused experts, which ZeRO 3 gathers together. largest: of the largest parameter.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Parameters of a rank's part of a model."""
 
-    trained: int
-    frozen: int
-    packed: int = 0
-    packed_bytes: int = 0
-    unpacked: int = 0
-    experts: int = 0
-    largest: int = 0
+    params: int  # that are trained
+    frozen: int = 0
+    packed: int = 0  # of the frozen ones, those that are quantised
+    packed_bytes: int = 0  # with scales
+    unpacked: int = 0  # the largest of them, which is dequantised in a pass
+    experts: int = 0  # of the largest module of fused experts, which ZeRO 3 gathers together
+    largest: int = 0  # of the largest parameter
+
+    @property
+    def all(self) -> int:
+        """Trained and frozen ones."""
+        return self.params + self.frozen
 
 
-@dataclass(frozen=True)
-class Sizes:
+@dataclass(frozen=True, kw_only=True)
+class Sizes(Counts):
     """Sizes of a rank's part of a model (of the largest stage) and of its batches."""
 
-    params: int  # trained
     layers: int
     hidden: int
     heads: int  # whose scores are stored for the backward pass: 0 with a fused kernel of attention
@@ -82,12 +84,6 @@ class Sizes:
     tokens: int  # of a row
     wide: int | None = None  # of the feed-forward part; None: 4 hidden
     gated: bool = False  # RMS norms in fp32 and a gated feed-forward part, as in Llama
-    frozen: int = 0  # parameters that are not trained
-    packed: int = 0  # of them, those that are quantised
-    packed_bytes: int = 0
-    unpacked: int = 0  # the largest of them, which is dequantised in a pass
-    experts: int = 0  # of the largest module of experts, which ZeRO 3 gathers together
-    largest: int = 0  # of the largest parameter
     routed: int = 0  # experts that a token is sent to, each of which gets a copy of its hidden state
     checkpointing: bool = False  # layers store their inputs only
     offload_outer: bool = False  # from a device to host memory
@@ -111,7 +107,7 @@ def rank_sizes(config: Config, hf_config: Any, counted: Counts, lazy: bool, data
     is a CPU. data: ranks that share the rows of a set.
     """
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-    depth, gib, counts = config.pipeline_stages, config.trajectory_memory_gib, Counts(*counted)
+    depth, gib = config.pipeline_stages, config.trajectory_memory_gib
     shards = costs.shards(config)
     second_order = costs.second_order_by_autograd(
         config, differentiates_twice(0, depth, config.tensor_parallel_size)
@@ -122,13 +118,7 @@ def rank_sizes(config: Config, hf_config: Any, counted: Counts, lazy: bool, data
         each = routed + (getattr(text, "n_shared_experts", None) or 0)
         wide = each * (getattr(text, "moe_intermediate_size", None) or wide)
     return Sizes(
-        params=counts.trained,
-        frozen=counts.frozen,
-        packed=counts.packed,
-        packed_bytes=counts.packed_bytes,
-        unpacked=counts.unpacked,
-        experts=counts.experts,
-        largest=counts.largest,
+        **vars(counted),
         routed=routed,
         layers=-(-getattr(text, "num_hidden_layers", 12) // depth),
         hidden=getattr(text, "hidden_size", 768),
@@ -296,7 +286,7 @@ def largest_part(
     if config.pipeline_stages > 1:  # the most trained parameters of a stage, and the most frozen ones
         cut = plan_stages(learner, config.pipeline_stages, layer_costs, shared_by)
         frozen = max(size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True))
-        return Counts(max(cut.trained), frozen)
+        return Counts(params=max(cut.trained), frozen=frozen)
     return count_params(learner, shared_by)
 
 
@@ -308,14 +298,15 @@ def count_params(learner: Learner, shared_by: Callable[[str], int] = lambda name
     ]
     trained = sum(size for size, is_trained, _ in sizes if is_trained)
     packed = [(size, bytes_) for size, _, bytes_ in sizes if bytes_]
+    experts = (sum(param.numel() for param in one.parameters()) for one in fused_experts(learner).values())
     return Counts(
-        trained,
-        sum(size for size, *_ in sizes) - trained,
-        sum(size for size, _ in packed),
-        sum(bytes_ for _, bytes_ in packed),
-        max((size for size, _ in packed), default=0),
-        max((sum(p.numel() for p in one.parameters()) for one in fused_experts(learner).values()), default=0),
-        max(size for size, *_ in sizes),
+        params=trained,
+        frozen=sum(size for size, *_ in sizes) - trained,
+        packed=sum(size for size, _ in packed),
+        packed_bytes=sum(bytes_ for _, bytes_ in packed),
+        unpacked=max((size for size, _ in packed), default=0),
+        experts=max(experts, default=0),
+        largest=max(size for size, *_ in sizes),
     )
 
 

@@ -64,12 +64,12 @@ def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     if base.outer_parameters:
         named = f"outer parameters: {' '.join(base.outer_parameters)}"
         found = {f"{named}{', under adapters' * (kind == ADAPTERS)}": ways for kind, ways in found.items()}
-    (trained, *_), _ = planner.counts(0, 1, 1)
+    counts, _ = planner.counts(0, 1, 1)
     classes = base.largest_way
     nodes = f" ({plan.gpus_per_node} a node)" if plan.gpus > plan.gpus_per_node else ""
     lines = [
-        f"{plan.model_name_or_path}: {trained:,} parameters; {plan.gpus} GPUs of {plan.gpu_memory_gib:g} GiB"
-        f"{nodes}",
+        f"{plan.model_name_or_path}: {counts.all:,} parameters; {plan.gpus} GPUs of"
+        f" {plan.gpu_memory_gib:g} GiB{nodes}",
         f"{plan.run_algorithm}, {plan.tasks} tasks an outer step, {base.most_support * classes} +"
         f" {plan.num_query * classes} rows of up to {base.max_length} tokens,"
         f" {'bf16' if plan.bf16_planned else 'fp32'}",
@@ -172,7 +172,7 @@ def as_json(planner: Planner, layouts: Sequence[PlannedLayout]) -> dict[str, Any
     plan = planner.plan
     return {
         "model": plan.model_name_or_path,
-        "parameters": sum(planner.counts(0, 1, 1)[0]),
+        "parameters": planner.counts(0, 1, 1)[0].all,
         "gpus": plan.gpus,
         "gpu_memory_gib": plan.gpu_memory_gib,
         "tasks": plan.tasks,

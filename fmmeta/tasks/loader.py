@@ -219,9 +219,8 @@ class LoadEpisode:
                     raise
                 self.sleep(wait_s)
         encoder, notices = draw.store.encoder, draw.notices
-        examples = [*rows.support, *rows.query]
-        if encoder is not None and any(map(encoder.fills, examples)):
-            notices = (*notices, encoder.cut_message)
+        if encoder is not None and (message := encoder.cut_message([*rows.support, *rows.query])):
+            notices = (*notices, message)
         return replace(self.batcher.episode(rows), notices=notices)
 
 

@@ -414,9 +414,7 @@ def log_layout(
         notice("offload_outer changes nothing on CPUs: the ranks compute in host memory already")
     if config.lora_r:
         counts = count_params(empty_learner(config, inputs.description))
-        notice(
-            f"LoRA of rank {config.lora_r}: {counts.trained:,} of {sum(counts[:2]):,} parameters are trained"
-        )
+        notice(f"LoRA of rank {config.lora_r}: {counts.params:,} of {counts.all:,} parameters are trained")
 
 
 def stages_text(plan: ParallelPlan, learner: HFLearner) -> str:

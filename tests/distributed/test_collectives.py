@@ -77,6 +77,13 @@ def all_ranks_receive_the_bytes_of_one(world, folder):
     received = [comm.broadcast_bytes(f"{rank} {'x' * rank}".encode(), root) for root in range(comm.size)]
     assert received == [b"0 ", b"1 x", b"2 xx"]
     assert comm.broadcast_bytes(b"" if rank == 0 else b"ignored") == b""
+    assert comm.gather({"rank": rank, "none": None}) == [{"rank": n, "none": None} for n in range(comm.size)]
+    assert [comm.broadcast([rank], root) for root in range(comm.size)] == [[0], [1], [2]]
+    ran = []
+    assert comm.on_first("testing", lambda: ran.append(rank) or (rank, "x")) == [0, "x"]
+    assert ran == [0] * (rank == 0)
+    with pytest.raises(PeerError if rank else ValueError, match="invalid literal"):
+        comm.on_first("testing", lambda: int("one"))
     lengths, backend = [], comm.backend
 
     class Noting:

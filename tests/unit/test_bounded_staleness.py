@@ -20,7 +20,7 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.memory import estimate, rank_sizes
+from fmmeta.parallel.memory import Counts, estimate, rank_sizes
 from fmmeta.training.bounded_staleness import Bound, Ledger, SharedLedger, StaleSchedule
 from tests.support.helpers import one_rank
 
@@ -168,7 +168,7 @@ def test_plan_counts_a_copy_of_theta_and_the_gradient_of_the_task():
     begun, ahead = (
         sum(
             estimate(
-                rank_sizes(Config(max_staleness=bound), hf_config, (4000, 0), False), zero2, 2
+                rank_sizes(Config(max_staleness=bound), hf_config, Counts(params=4000), False), zero2, 2
             ).peak.values()
         )
         for bound in (0, 2)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fmmeta.cli import parse
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS
@@ -23,7 +24,7 @@ from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean
 from fmmeta.parallel import costs
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, find
 from fmmeta.parallel.layout import Nodes
-from fmmeta.parallel.memory import estimate, largest_part, micro_batches, rank_sizes
+from fmmeta.parallel.memory import Counts, estimate, largest_part, micro_batches, rank_sizes
 from fmmeta.planning import command, machines
 from fmmeta.planning.compute import (
     Topology,
@@ -78,7 +79,7 @@ def test_parameters_are_those_of_the_real_model(tmp_path, family, task, lora_r):
     description = describe(config)
     real = [(param.requires_grad, param.numel()) for param in load_learner(config, description).parameters()]
     counted = largest_part(config, empty_learner(config, description), description.hf_config)
-    assert counted[:2] == tuple(
+    assert (counted.params, counted.frozen) == tuple(
         sum(size for is_trained, size in real if is_trained == kind) for kind in (True, False)
     )
 
@@ -130,7 +131,7 @@ def test_parameters_of_public_mixtures(name, total, active, without):
     learner = empty_learner(config, describe(config))
     embedding = learner.hf.get_input_embeddings().weight.numel()
     counted = largest_part(config, learner, learner.hf.config)
-    assert sum(counted[:2]) / 1e9 == pytest.approx(total, rel=0.01)
+    assert counted.all / 1e9 == pytest.approx(total, rel=0.01)
     at_work = count_matmuls(learner, config).whole + (1 - without) * embedding
     assert at_work / 1e9 == pytest.approx(active, rel=0.02)
     layer = learner.hf.model.layers[-1].mlp.experts
@@ -170,7 +171,7 @@ def test_rows_of_meta_icl_are_as_long_as_its_prompts_or_the_positions():
     hf_config = LEARNERS["llama"].hf.config  # 32 positions
     for shots, tokens in ((2, 24), (5, 32)):
         config = config_of(LEARNERS["llama"], algorithm="meta_icl", k_shot=shots, max_length=8, num_query=3)
-        sizes = rank_sizes(config, hf_config, (1, 0), lazy=True)
+        sizes = rank_sizes(config, hf_config, Counts(params=1), lazy=True)
         assert (sizes.tokens, sizes.rows) == (tokens, 3)
 
 
@@ -231,7 +232,7 @@ def test_activations_of_a_layer_are_what_autograd_saves(kind, attention, bounds)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model(input_ids=torch.randint(3, 200, (2, 256)))
         saved.append(sum(tensor.untyped_storage().nbytes() for tensor in found.values()))
-        asked = rank_sizes(config_of(LEARNERS["llama"]), model.config, (1, 0), lazy=True)
+        asked = rank_sizes(config_of(LEARNERS["llama"]), model.config, Counts(params=1), lazy=True)
         bf16 = DeepSpeedSettings(0, True, False)
         estimated.append(estimate(replace(asked, rows=2, tokens=256), bf16, 1).kinds["activations"])
     low, high = bounds
@@ -525,6 +526,8 @@ def test_the_command_prints_a_table_or_json(capfd, folders):
     check_text(text, "\nouter parameters: norms\n", "outer parameters: norms, under adapters")
     output = json.loads(exit_of(capfd, *argv, "8", "--json")[1])
     layouts, one = output["layouts"], output["layouts"][0]
+    of_model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folders["llama"]))
+    assert output["parameters"] == of_model.num_parameters()
     assert (output["gpus"], output["profile"]["name"], one["fits"]) == (2, "a100", True)
     kinds = {"weights", "master", "theta", "meta_gradient", "moments", "activations", "total"}
     assert kinds <= one["bytes_per_rank"].keys()

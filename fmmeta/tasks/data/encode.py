@@ -235,15 +235,13 @@ class RowEncoder:
         """See `Learner.encode`. Raises `UsageError`."""
         return self.config.learner.kind.encode(self.config, self.tokenizer, rows, facts)
 
-    def fills(self, example: Example) -> bool:
-        """Whether an example has `max_length` tokens, and so has probably lost a part."""
-        return len(example.input_ids) >= self.config.max_length
-
-    @property
-    def cut_message(self) -> str:
-        """A message about such examples, the same one for all."""
+    def cut_message(self, examples: Sequence[Example]) -> str:
+        """A message, the same for all, if one of these has `max_length` tokens, and so has probably lost a
+        part; else "".
+        """
         most = self.config.max_length
-        return f"some rows fill max_length={most}; longer texts lose a part: raise --max_length"
+        message = f"some rows fill max_length={most}; longer texts lose a part: raise --max_length"
+        return message * any(len(one.input_ids) >= most for one in examples)
 
 
 def read_image(reader: ImageReader, image: EncodedImage) -> Tensor:
