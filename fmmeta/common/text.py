@@ -23,6 +23,15 @@ def any_of(choices: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def three_digits(value: float) -> str:
+    """A number for people, without powers of ten.
+
+    >>> three_digits(4.256), three_digits(999.7), three_digits(1234.5)
+    ('4.26', '1,000', '1,234')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """A suggestion for a misspelt name or value, to be appended to a message; `otherwise` if none is near.
 

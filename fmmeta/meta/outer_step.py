@@ -4,9 +4,9 @@
 
 Every vector is this rank's shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the
 optimizer must act element by element (config/algorithms.py). Learned inner rates are meta-parameters
-too (not clipped, not decayed, with the rate `inner_lr_outer_lr`); kept inner moments are replaced by their
-mean over the tasks. With --offload_outer everything but the learned rates is in host memory
-(parallel/param_map.py) and is copied to the device in pieces, once per outer step.
+too (not clipped, not decayed, with the rate `inner_lr_outer_lr`). With --offload_outer everything but the
+learned rates is in host memory (parallel/param_map.py) and is copied to the device in pieces, once per outer
+step.
 """
 
 import enum

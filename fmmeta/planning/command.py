@@ -12,7 +12,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.install import shipped
-from fmmeta.common.text import counted, to_json
+from fmmeta.common.text import counted, three_digits, to_json
 from fmmeta.config.fields import default_of, shown
 from fmmeta.config.settings import Config
 from fmmeta.learners.from_gguf import as_folder
@@ -92,7 +92,8 @@ def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
         if {*found} == {"all weights", ADAPTERS}:
             (_, whole), (_, adapters) = found.items()
             cheaper = whole[0].step.total / adapters[0].step.total
-            lines += ["", f"a task costs {number(cheaper)} times less with adapters than with all weights"]
+            less = three_digits(cheaper)
+            lines += ["", f"a task costs {less} times less with adapters than with all weights"]
         lines += [
             "",
             *(f"memory of a rank, {trained}: {ways[0].memory}" for trained, ways in found.items()),
@@ -114,10 +115,10 @@ def table(shown: Sequence[PlannedLayout]) -> list[str]:
             "rows": str(one.rows),
             "GiB": f"{one.memory.total / GIB:.1f}",
             "host GiB": f"{one.host_bytes / GIB:.0f}",
-            "step s": number(one.step.total),
+            "step s": three_digits(one.step.total),
             "efficiency": f"{100 * one.efficiency:.0f} %",
-            "GB in group": number(one.wire.total / 1e9),
-            "GB across": number(one.cross_bytes / 1e9),
+            "GB in group": three_digits(one.wire.total / 1e9),
+            "GB across": three_digits(one.cross_bytes / 1e9),
         }
         for one in shown
     ]
@@ -127,11 +128,6 @@ def table(shown: Sequence[PlannedLayout]) -> list[str]:
         "  ".join(f"{cell:{'<' if name == 'layout' else '>'}{widths[name]}}" for name, cell in row.items())
         for row in rows
     ]
-
-
-def number(value: float) -> str:
-    """Three digits, without powers of ten."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def run_command(planner: Planner, strategy: Strategy) -> str:

@@ -98,6 +98,6 @@ class Goodput:
         state.facts["goodput"] = dict(vars(self))
 
     def load_state(self, state: StateDict) -> None:
-        """Restore what `add_state` gave; checkpoints of earlier versions have nothing."""
+        """Restore what `add_state` gave."""
         found: dict[str, Any] = state.facts.get("goodput", {})
         vars(self).update({name: found[name] for name in vars(self).keys() & found.keys()})

@@ -15,7 +15,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.progress import Warn, clock
 from fmmeta.common.security import publish_text, redact
-from fmmeta.common.text import render, units_of
+from fmmeta.common.text import render, three_digits, units_of
 
 BEFORE, FROM_START, AFTER = (  # rows of the table on held-out tasks
     "before adaptation, meta-trained",
@@ -220,15 +220,6 @@ def page(facts: Facts, written: str, refresh_s: float = 0.0) -> str:
     )
 
 
-def rate(value: float) -> str:
-    """Three digits, or all before the point.
-
-    >>> rate(4.256), rate(1234.5)
-    ('4.26', '1,234')
-    """
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-
-
 def pace(facts: Facts) -> str:
     """Goodput of a run, and where it is not finished its throughput and the time left, in words."""
     stored, last = facts.run.get("goodput") or {}, facts.steps[-1] if facts.steps else {}
@@ -239,7 +230,9 @@ def pace(facts: Facts) -> str:
     texts = [] if goodput is None else [f"Goodput {goodput:.1f} %: passes whose result is in theta"]
     if texts and not facts.run.get("finished"):
         texts += [
-            f"{rate(last[key])} {unit}" for key, unit in RATES.items() if number(last.get(key)) is not None
+            f"{three_digits(last[key])} {unit}"
+            for key, unit in RATES.items()
+            if number(last.get(key)) is not None
         ]
         texts += [] if left is None else [f"{clock(left)} left"]
     return "; ".join(texts) + "." * bool(texts)

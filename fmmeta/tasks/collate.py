@@ -11,9 +11,8 @@ do not reach.
 B rows of a micro-batch.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -26,13 +25,13 @@ from fmmeta.tasks.batching import Collated, CollateFn, Example
 
 @dataclass(frozen=True)
 class Collate:
-    """Picklable. name: for messages. structure: of the inputs, as `structure_of` describes it; "" while it is
-    not known.
+    """Picklable. name: for messages. structure: kinds of inputs and targets by place; empty while it is not
+    known.
     """
 
     name: str
     function: CollateFn
-    structure: str = ""
+    structure: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config) -> "Collate | None":
@@ -51,13 +50,13 @@ class Collate:
                 f"{self.name} returned {shortened(inputs)}; return a dictionary of the model's"
                 " arguments by name"
             )
-        for path, tensor in tensors_of({**inputs, "targets": targets}):
-            if not tensor.ndim or len(tensor) != len(rows):
+        found = structure_of(inputs, targets)
+        for path, tensor in leaves_of({**inputs, "targets": targets}):
+            if isinstance(tensor, Tensor) and (not tensor.ndim or len(tensor) != len(rows)):
                 raise UsageError(
                     f"{self.name} returned {path} of shape {list(tensor.shape)} for {len(rows)}"
                     " rows; give every tensor a first dimension of as many rows"
                 )
-        found = json.dumps(structure_of({**inputs, "targets": targets}))
         if self.structure and found != self.structure:
             raise UsageError(
                 f"{self.name} returned {found}, and {self.structure} for the first episode; return"
@@ -66,22 +65,20 @@ class Collate:
         return inputs, targets
 
 
-def structure_of(value: Any) -> Any:
-    """The keys and types of nested inputs, as JSON, in the order of the names."""
+def leaves_of(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    """What nested inputs consist of, each with its place, such as graph.nodes, in the order of the names."""
     if isinstance(value, dict):
-        return {str(key): structure_of(value[key]) for key in sorted(value, key=str)}
-    if isinstance(value, (list, tuple)):
-        return [structure_of(one) for one in value]
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
-
-
-def tensors_of(value: Any, path: str = "") -> list[tuple[str, Tensor]]:
-    """Each tensor of nested inputs, with its place, such as graph.nodes."""
-    if isinstance(value, Tensor):
-        return [(path, value)]
-    parts: Any = ()
-    if isinstance(value, dict):
-        parts = value.items()
+        parts = [(str(key), value[key]) for key in sorted(value, key=str)]
     elif isinstance(value, (list, tuple)):
-        parts = enumerate(value)
-    return [found for key, one in parts for found in tensors_of(one, f"{path}.{key}".lstrip("."))]
+        parts = [(str(place), one) for place, one in enumerate(value)]
+    else:
+        return [(path, value)]
+    return [found for name, one in parts for found in leaves_of(one, f"{path}.{name}".lstrip("."))]
+
+
+def structure_of(inputs: Any, targets: Any) -> dict[str, str]:
+    """The dtype of each tensor by its place; of other values the type."""
+    return {
+        path: str(one.dtype).removeprefix("torch.") if isinstance(one, Tensor) else type(one).__name__
+        for path, one in leaves_of({**inputs, "targets": targets})
+    }

@@ -5,7 +5,6 @@ with the same error.
 """
 
 import copy
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -276,9 +275,7 @@ def tried_collate(config: Config, source: TaskSource, pad_token_id: int) -> Coll
             if config.on_bad_task == "raise":
                 raise
             continue
-        inputs, targets = collate(rows, pad_token_id)
-        structure = structure_of({**inputs, "targets": targets})
-        return replace(collate, structure=json.dumps(structure))
+        return replace(collate, structure=structure_of(*collate(rows, pad_token_id)))
     raise UsageError(f"dataset={' '.join(config.dataset)}: none of {TRIED} tasks can be read; fix the data")
 
 

@@ -546,9 +546,9 @@ def test_a_micro_batch_moves_with_its_nested_inputs():
 def test_the_structure_of_inputs_is_compared():
     collate = named("nested")
     made = collate(ROWS, 0)
-    shown = {"graph": {"nodes": "float32"}, "parts": ["float32", "float32"]}
-    assert structure_of(made) == [shown, {"labels": "int64"}]
-    assert structure_of(pickle.loads(pickle.dumps(collate))(ROWS, 0)) == structure_of(made)
+    of_inputs = {"graph.nodes": "float32", "parts.0": "float32", "parts.1": "float32"}
+    assert structure_of(*made) == {**of_inputs, "targets.labels": "int64"}
+    assert structure_of(*pickle.loads(pickle.dumps(collate))(ROWS, 0)) == structure_of(*made)
 
 
 @pytest.mark.parametrize(
@@ -557,14 +557,14 @@ def test_the_structure_of_inputs_is_compared():
         (lambda rows: [1], ["a:b returned [1]", "return a dictionary"]),
         (lambda rows: 1 / 0, ["ZeroDivisionError", "fix it"]),
         (one_row_less, ["pixel_values of shape [2, 3, 8, 8] for 3 rows"]),
-        (nested, ['"graph"', '{"input_ids": "int64"}', "return the same keys"]),
+        (nested, ["'graph.nodes'", "{'input_ids': 'int64'}", "return the same keys"]),
     ],
 )
 def test_functions_that_make_other_inputs_are_refused(function, parts):
     def call(rows, pad_token_id):
         return function([row.values for row in rows]), {"labels": labels_of(rows)}
 
-    collate = Collate("a:b", call, '{"input_ids": "int64"}' if function is nested else "")
+    collate = Collate("a:b", call, {"input_ids": "int64"} if function is nested else {})
     check_message(refusal(collate, ROWS, 0), *parts)
     missing = "task_type=tests.support.vision:of_missing"
     check_message(refusal(named, "missing"), missing, "write module:name")

@@ -54,7 +54,7 @@ def test_other_blocks_are_refused(tmp_path, capsys, family, sizes, count, part):
 
 
 def test_a_folder_of_adapters_is_refused(tmp_path, capsys):
-    """What stands beside them is the base."""
+    """Its model is the base alone, and the adapters are of other layers."""
     model = get_peft_model(tiny("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
     model.save_pretrained(tmp_path / "model")
     argv = ["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--prime_mlps", "1"]
