@@ -95,9 +95,14 @@ class Stage(nn.Module):
         self.idle = None if trains else nn.Parameter(torch.zeros(1))
 
     @property
+    def learner(self) -> Any:
+        """Of the last stage."""
+        return self.body
+
+    @property
     def base(self) -> Any:
         """The transformer without heads, of which this stage has some layers."""
-        return base_model(self.body) if self.last else self.body
+        return base_model(self.learner) if self.last else self.body
 
     def forward(self, tensors: Sequence[Tensor]) -> Any:
         if self.inlet is not None:
@@ -332,7 +337,7 @@ def time_stage(stage: Stage, batch: MicroBatch, width: int) -> float:
         began = now(hidden)
         output = stage((*([hidden] if stage.inlet is not None else []), *batch.inputs.values()))
         if stage.last:
-            stage.body.losses(output, batch).weighted(batch.weights).loss.sum().backward()
+            stage.learner.losses(output, batch).weighted(batch.weights).loss.sum().backward()
         elif output[0].requires_grad:
             output[0].backward(torch.ones_like(output[0]))
         times.append(now(hidden) - began)
