@@ -125,7 +125,7 @@ def choose_parameters(learner: Learner, config: Config) -> None:
             )
     among = trained | outer if config.inner_parameters else trained
     inner = select("inner_parameters", inner_parameters(config, learner), among, sets)
-    if config.lora_r and any(is_base(learner, name) for name in inner):
+    if config.inner_parameters and config.lora_r and any(is_base(learner, name) for name in inner):
         raise UsageError(
             f"inner_parameters={' '.join(config.inner_parameters)} has weights below the adapters, which stay"
             " as they are in the adapters of a task; use adapters head, or train without --lora_r"
