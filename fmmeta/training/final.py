@@ -510,7 +510,8 @@ def card_content(run: Run, config: Config, compared: Compared | None, verdict: s
     facts = {
         "base model": f"{base}, the built-in model, trained from scratch" if config.builtin_model else base,
         "algorithm": escaped(config.algorithm),
-        "tasks": f"{' '.join(map(code, data))}, {shape} episodes".replace("  ", " "),
+        "tasks": f"{' '.join(map(code, data))}, {shape} episodes".replace("  ", " ")
+        + (f", answers {config.answers}" if config.answers else ""),
         "inner loop": "" if spec.learning else inner_loop(config, config.inner_steps),
         "learning": spec.learning,
         "outer loop": f"{steps} of {config.outer_optimizer} over {tasks} each,"

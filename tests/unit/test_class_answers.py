@@ -125,6 +125,7 @@ def test_a_file_for_each_task_has_answers_too(settings, tmp_path):
 def test_a_run_and_an_evaluation_use_the_answers_that_the_model_was_trained_with(settings, tmp_path):
     run = {"output_dir": str(tmp_path / "run"), "outer_steps": 2, "inner_steps": 1, "meta_batch_size": 2}
     MetaTrainer(Config(**settings, **run, algorithm="fomaml", eval_episodes=2)).train()
+    assert "-shot episodes, answers symbols |" in (tmp_path / "run" / "model" / "README.md").read_text()
     model = tmp_path / "run" / "model"
     assert json.loads((model / "fmmeta.json").read_text())["answers"] == "symbols"
     shape = {key: settings[key] for key in ("dataset", "n_way", "num_query")} | {"k_shot": [2]}
