@@ -80,7 +80,8 @@ def without_effect(c: Any) -> Iterator[str]:
         if value in (default_of(item), None):
             continue
         given = f"{name}={shown(value)}"
-        if rule.of and not getattr(c.learner, rule.of) and name not in c.learner.reads:
+        holder = c if rule.of == "draws_classes" else c.learner
+        if rule.of and not getattr(holder, rule.of) and name not in c.learner.reads:
             yield f"{given} means nothing for task_type={c.task_type}; leave it out"
         if rule.needs:
             other, *values = rule.needs

@@ -82,7 +82,7 @@ class SettingRule:
     needs: tuple[str, ...] = ()  # another setting, and its values (none: any but 0 and False)
     # why this setting does not go with another one, by name=value, or by name for all values but the default
     excludes: Mapping[str, str] = field(default_factory=dict)
-    of: str = ""  # a field of LearnerSpec: of_classes or generates; other kinds of task do not read it
+    of: str = ""  # a field of LearnerSpec (of_classes, generates), or draws_classes; others do not read it
     per_algorithm: bool = False  # only algorithms read it that name it in AlgorithmSpec.supports
     resume: Literal["fixed", "free", "hidden"] = "fixed"  # free: may change; hidden: changes are not named
     remembered: bool = False  # stored in an exported model's fmmeta.json

@@ -305,12 +305,12 @@ class TaskConfig(RowConfig):
     n_way_max: int | None = setting(
         None,
         "Draw the number of classes of an episode uniformly from n_way to this value (default: n_way)",
-        of="of_classes",
+        of="draws_classes",
     )
     k_shot_max: int | None = setting(
         None,
         "Draw the support examples of each class uniformly from k_shot to this value (default: k_shot)",
-        of="of_classes",
+        of="draws_classes",
     )
     class_weights: str | None = setting(
         None,

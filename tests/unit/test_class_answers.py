@@ -80,6 +80,21 @@ def test_an_episode_gives_each_of_its_classes_one_answer(settings, answers):
     assert texts == [row["output"] for row in support]
 
 
+def test_episodes_of_several_sizes_have_an_answer_for_each_class(settings):
+    sizes = {"n_way": 2, "n_way_max": 4, "k_shot": 1, "k_shot_max": 2}
+    found = set()
+    for seed in range(20):
+        _, support, query, _ = drawn({**settings, **sizes}, seed=seed)
+        answers = answers_by_class([*support, *query])
+        assert len({*map(min, answers.values())}) == len(answers) == len(query)
+        found.add((len(answers), len(support)))
+    assert {classes for classes, _ in found} == {2, 3, 4}
+    assert any(classes < rows < 2 * classes for classes, rows in found)  # shots differ
+    for name in ("n_way_max", "k_shot_max"):
+        message = refusal(Config, **{**settings, "answers": None, name: 9})
+        check_message(message, f"{name}=9 means nothing for task_type=causal_lm")
+
+
 def test_symbols_are_drawn_for_each_episode_by_its_seed_alone(settings):
     first, again, other = (drawn(settings, seed=seed)[1] for seed in (5, 5, 6))
     assert first == again
@@ -203,7 +218,7 @@ def test_inspect_counts_classes(settings, capsys):
         ({"task_type": "classification"}, ["answers=symbols means nothing for task_type=classification"]),
         ({"n_way": 1}, ["n_way=1 is below 2"]),
         ({"n_way": 40}, ["n_way=40 is above the", "lower n_way"]),
-        ({"n_way_max": 4}, ["n_way_max=4 means nothing for task_type=causal_lm"]),
+        ({"n_way_max": 27}, ["answers=symbols with n_way=27: the tokenizer has 26 words of one token"]),
         ({"answers": "letters"}, ["answers=letters is unknown; use none, names, symbols or flipped"]),
     ],
     ids=str,

@@ -70,9 +70,9 @@ class ClassAnswers:
         if config.answers is None:
             return None
         symbols = words_of_one_token(config.prompt_template, tokenizer) if config.answers == "symbols" else ()
-        if config.answers == "symbols" and len(symbols) < config.n_way:
+        if config.answers == "symbols" and len(symbols) < config.largest_way:
             raise UsageError(
-                f"answers=symbols with n_way={config.n_way}: the tokenizer has {len(symbols)} words of one"
+                f"answers=symbols with n_way={config.largest_way}: the tokenizer has {len(symbols)} words of one"
                 " token; lower n_way, or use answers=names"
             )
         return cls(RowEncoder(config, tokenizer), symbols)
