@@ -157,8 +157,9 @@ def plan_of_mixture(folder: str, gpus: int) -> Any:
 
 def rows_of_mixtures(folder: str, names: Any = MIXTURES, gpus: Any = (8, 64, 256)) -> list[str]:
     """The fastest layout with all weights and with adapters, as lines of a table in Markdown."""
+    from fmmeta.common.text import three_digits
     from fmmeta.parallel.memory import GIB
-    from fmmeta.planning.command import best, number
+    from fmmeta.planning.command import best
     from fmmeta.planning.layouts import Planner
     from fmmeta.planning.machines import find
 
@@ -175,7 +176,7 @@ def rows_of_mixtures(folder: str, names: Any = MIXTURES, gpus: Any = (8, 64, 256
                 if one := found.get(trained):
                     cells[3:] = [str(one.strategy.group_size), str(one.strategy)]
                     cells += [f"{one.memory.total / GIB:.1f}", f"{one.host_bytes / GIB:,.0f}"]
-                    cells += [number(one.step.total), f"{100 * one.efficiency:.0f} %"]
+                    cells += [three_digits(one.step.total), f"{100 * one.efficiency:.0f} %"]
                 lines.append(f"| {' | '.join(cells)} |")
     return lines
 
