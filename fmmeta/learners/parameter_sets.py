@@ -128,6 +128,7 @@ def choose_parameters(learner: Learner, config: Config) -> None:
     if config.inner_parameters and config.lora_r and any(is_base(learner, name) for name in inner):
         raise UsageError(
             f"inner_parameters={' '.join(config.inner_parameters)} has weights below the adapters, which stay"
-            " as they are in the adapters of a task; use adapters head, or train without --lora_r"
+            f" as they are in the adapters of a task; use adapters{' head' if sets['head'] else ''}, or train"
+            " without --lora_r"
         )
     learner.inner_only, learner.outer_only = frozenset(trained - outer), frozenset((trained | outer) - inner)

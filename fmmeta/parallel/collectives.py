@@ -206,8 +206,8 @@ class Communicator:
         """The result of `work` on rank 0, as JSON returns it, on every rank. If it raises, all ranks raise
         (`raise_on_all`). Collective: this communicator.
         """
-        found = None
+        found = b""
         with self.raise_on_all(doing):
             if self.rank == 0:
-                found = work()
-        return self.broadcast(found)
+                found = json.dumps(work()).encode()  # a value that is no JSON: all ranks raise
+        return json.loads(self.broadcast_bytes(found))

@@ -84,6 +84,8 @@ def all_ranks_receive_the_bytes_of_one(world, folder):
     assert ran == [0] * (rank == 0)
     with pytest.raises(PeerError if rank else ValueError, match="invalid literal"):
         comm.on_first("testing", lambda: int("one"))
+    with pytest.raises(PeerError if rank else TypeError, match="not JSON serializable"):
+        comm.on_first("testing", object)
     lengths, backend = [], comm.backend
 
     class Noting:

@@ -218,7 +218,7 @@ def test_inspect_counts_classes(settings, capsys):
         ({"task_type": "classification"}, ["answers=symbols means nothing for task_type=classification"]),
         ({"n_way": 1}, ["n_way=1 is below 2"]),
         ({"n_way": 40}, ["n_way=40 is above the", "lower n_way"]),
-        ({"n_way_max": 27}, ["answers=symbols with n_way=27: the tokenizer has 26 words of one token"]),
+        ({"n_way_max": 27}, ["answers=symbols with n_way_max=27", "has 26 words", "lower n_way_max"]),
         ({"answers": "letters"}, ["answers=letters is unknown; use none, names, symbols or flipped"]),
     ],
     ids=str,

@@ -61,8 +61,8 @@ def refuse_still_head(config: Config, inner: InnerLoop, worker: Worker) -> None:
         raise UsageError(
             "head_init=zero: the inner loop does not change the head (inner_parameters="
             f"{shown(config.inner_parameters)}, inner_lr_groups={shown(config.inner_lr_groups)}), and from"
-            " zeros nothing is learned; add head, give --head_init prototype, or give learned and tasks of as"
-            " many classes as that head has"
+            " zeros nothing is learned; add head, or give --head_init prototype, or --head_init learned with"
+            " tasks of as many classes as the model's head has"
         )
 
 

@@ -71,9 +71,10 @@ class ClassAnswers:
             return None
         symbols = words_of_one_token(config.prompt_template, tokenizer) if config.answers == "symbols" else ()
         if config.answers == "symbols" and len(symbols) < config.largest_way:
+            name = "n_way_max" if config.n_way_max else "n_way"
             raise UsageError(
-                f"answers=symbols with n_way={config.largest_way}: the tokenizer has {len(symbols)} words of"
-                " one token; lower n_way, or use answers=names"
+                f"answers=symbols with {name}={config.largest_way}: the tokenizer has {len(symbols)} words of"
+                f" one token; lower {name}, or use answers=names"
             )
         return cls(RowEncoder(config, tokenizer), symbols)
 
